@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
@@ -22,6 +21,7 @@ from meshkit.checkpoint._lease import Lease, take
 from meshkit.checkpoint._load import choose_step, config_of, of_memory, open_checked, restore, state_of
 from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
 from meshkit.checkpoint.in_memory import InMemory, Keeper
+from meshkit.core.optimizer_state import HoldsState
 from meshkit.errors import CheckpointError, CorruptionError
 from meshkit.step import Run
 
@@ -147,7 +147,7 @@ class Checkpointer:
         self,
         step: int,
         run: Run,
-        optimizer: Optimizer | None,
+        optimizer: HoldsState | None,
         *,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
@@ -212,7 +212,7 @@ class Checkpointer:
         self,
         step: int,
         run: Run,
-        optimizer: Optimizer | None,
+        optimizer: HoldsState | None,
         *,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
@@ -269,7 +269,7 @@ class Checkpointer:
     def resume(
         self,
         run: Run,
-        optimizer: Optimizer | None,
+        optimizer: HoldsState | None,
         *,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
@@ -302,7 +302,7 @@ class Checkpointer:
     def load(
         self,
         run: Run,
-        optimizer: Optimizer | None,
+        optimizer: HoldsState | None,
         *,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,

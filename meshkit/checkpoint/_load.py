@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_each_rank, on_rank_0
@@ -38,7 +37,7 @@ from meshkit.checkpoint._state import (
 )
 from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_in_memory
 from meshkit.core.model_state import model_tensors
-from meshkit.core.optimizer_state import finish_update, optimizer_targets, parameter_names, set_optimizer
+from meshkit.core.optimizer_state import HoldsState, finish_update, optimizer_targets, parameter_names, set_optimizer
 from meshkit.errors import CheckpointError
 from meshkit.step import Run
 
@@ -174,7 +173,7 @@ def _refuse_damaged(folder: Path, step: int, damage: CheckpointError, group: dis
 def restore(
     saved: SavedCheckpoint,
     run: Run,
-    optimizer: Optimizer | None,
+    optimizer: HoldsState | None,
     *,
     scheduler: Stateful | None,
     loader: Stateful | None,
@@ -208,7 +207,7 @@ def restore(
 
 def _targets(
     run: Run,
-    optimizer: Optimizer | None,
+    optimizer: HoldsState | None,
     saved: SavedCheckpoint,
     config: Any,
     stateful: Mapping[str, Stateful | None],

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
 from meshkit.checkpoint import _folder as files
 from meshkit.checkpoint._agree import gather_results, on_rank_0
@@ -29,14 +28,14 @@ from meshkit.checkpoint._state import (
 )
 from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
-from meshkit.core.optimizer_state import ParameterFacts, finish_update, optimizer_state, parameter_names
+from meshkit.core.optimizer_state import HoldsState, ParameterFacts, finish_update, optimizer_state, parameter_names
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.step import Run
 
 
 def collect(
     run: Run,
-    optimizer: Optimizer | None,
+    optimizer: HoldsState | None,
     *,
     step: int,
     scheduler: Stateful | None,

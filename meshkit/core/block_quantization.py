@@ -29,10 +29,15 @@ def quantized_bytes(elements: int, wire: BlockWire) -> int:
 
 
 def quantize_blocks(values: Tensor, wire: BlockWire) -> Tensor:
-    """values: [N, 128] floats. Returns uint8 [N, bytes of a block]: codes, then the scale. What is not finite comes back as NaN."""
+    """values: [N, 128] floats. Returns uint8 [N, bytes of a block]: codes, then the scale.
+
+    A block with a NaN comes back as NaN, one with an infinity not finite.
+    """
     levels = LEVELS[wire]
     scale = (values.abs().amax(dim=1, keepdim=True) / levels).float()
-    codes = (values / torch.where(scale == 0, 1, scale)).round().clamp(-levels, levels).nan_to_num(nan=0.0).to(torch.int8)
+    codes = (
+        (values / torch.where(scale == 0, 1, scale)).round().clamp(-levels, levels).nan_to_num(nan=0.0).to(torch.int8)
+    )
     if wire == "int4":
         low, high = rearrange((codes + levels + 1).view(torch.uint8), "n (pair two) -> two n pair", two=2)
         packed = low | (high << 4)

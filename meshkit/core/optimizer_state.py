@@ -8,15 +8,14 @@ where the state goes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from meshkit.core.model_state import copies_of
 from meshkit.core.sharding import local_slices
@@ -25,6 +24,16 @@ from meshkit.errors import CheckpointError
 OPTIMIZER = "optimizer."
 # How an optimizer computes, not what it computes: the run that loads keeps its own.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+class HoldsState(Protocol):
+    """What state is read from and written to: a torch.optim.Optimizer, or an outer optimizer with the one inside of it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +73,14 @@ def _writes_first_element(name: str, param: Tensor) -> bool:
     return holds_first and is_writer(name, param)
 
 
-def finish_update(optimizer: Optimizer) -> None:
+def finish_update(optimizer: HoldsState) -> None:
     """Apply an update that the host optimizer is still computing in the background, before its state is read or written."""
     finish = getattr(optimizer, "finish", None)
     if finish is not None:
         finish()
 
 
-def optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
+def optimized(optimizer: HoldsState, names: Mapping[int, str]) -> list[tuple[str, Tensor, dict[str, Any]]]:
     """(name, parameter, its group) of every parameter that the optimizer holds."""
     rows = []
     for number, group in enumerate(optimizer.param_groups):
@@ -86,7 +95,7 @@ def optimized(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str,
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], *, replicas: bool = False
+    optimizer: HoldsState, names: Mapping[int, str], *, replicas: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, ParameterFacts]]:
     """(tensors, facts) of the optimizer on this rank, not copied.
 
@@ -143,7 +152,7 @@ class Target:
 
 
 def optimizer_targets(
-    optimizer: Optimizer,
+    optimizer: HoldsState,
     names: Mapping[int, str],
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     facts: Mapping[str, ParameterFacts],
@@ -189,7 +198,7 @@ def _refuse_other_kind(rows: list[tuple[str, Tensor, dict[str, Any]]], facts: Ma
             )
 
 
-def _refuse_mixed_groups(optimizer: Optimizer, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:
+def _refuse_mixed_groups(optimizer: HoldsState, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:
     for group in optimizer.param_groups:
         first, *rest = [names[id(param)] for param in group["params"]] or [""]
         for other in rest:
@@ -231,7 +240,7 @@ def _target(
 
 
 def set_optimizer(
-    optimizer: Optimizer, names: Mapping[int, str], read: Mapping[str, Tensor], facts: Mapping[str, ParameterFacts]
+    optimizer: HoldsState, names: Mapping[int, str], read: Mapping[str, Tensor], facts: Mapping[str, ParameterFacts]
 ) -> None:
     """Give the optimizer the tensors that were read and the saved options. State that was not saved is dropped."""
     states: dict[str, dict[str, Any]] = {name: dict(entry.values) for name, entry in facts.items()}

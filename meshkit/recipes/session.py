@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshkit.checkpoint import Checkpointer, InMemory, SaveOnSignal
+from meshkit.core.optimizer_state import HoldsState
 from meshkit.core.to_device import HOST, copy_to_host
 from meshkit.errors import CorruptionError, MeshkitError, PlanError, StepError
 from meshkit.faults import send_alert, watch_with
@@ -54,7 +55,7 @@ from .replanning import Replanning
 
 ROLLBACKS = 3  # of a process: what comes back so often is no cosmic ray
 
-Part = tuple[Run | None, Optimizer | None, LRScheduler | None]
+Part = tuple[Run | None, HoldsState | None, LRScheduler | None]
 Line = tuple[int, dict[str, float], dict[str, Callable[[], Tensor]]]
 """(step, its scalars, those that are still on their way to the host)"""
 

@@ -20,7 +20,6 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from meshkit.checkpoint._agree import gather_results, host_group, on_rank_0
 from meshkit.checkpoint._dcp import Part
@@ -39,6 +38,7 @@ from meshkit.checkpoint.in_memory._slots import (
     remove_if_empty,
     views,
 )
+from meshkit.core.optimizer_state import HoldsState
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import CheckpointError
 from meshkit.mesh import Mesh
@@ -63,7 +63,7 @@ class InMemory:
         if self.copies < 0:
             raise CheckpointError(f"InMemory(copies={self.copies}): keep 0 or more copies on other hosts.")
 
-    def bytes_of(self, run: Run, optimizer: Optimizer | None) -> int:
+    def bytes_of(self, run: Run, optimizer: HoldsState | None) -> int:
         """Of host memory for this rank, once the optimizer has its state: its slots, and as many as it keeps for others."""
         _, parts = collect(run, optimizer, step=0, scheduler=None, loader=None, config=None, extra=None)
         return SLOTS * (1 + self.copies) * lay_out(parts)[1]

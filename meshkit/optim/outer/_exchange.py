@@ -28,7 +28,10 @@ TRAILER_BYTES = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in the buffer of an exchange. sizes: elements of this rank's tensors. dtype: in which they are summed."""
+    """Where tensors lie in the buffer of an exchange.
+
+    sizes: elements of this rank's tensors. dtype: in which they are summed.
+    """
 
     sizes: tuple[int, ...]
     replicas: int
@@ -62,12 +65,12 @@ class Layout:
     @property
     def all_to_all_bytes(self) -> int:
         """What leaves this rank in the first hop."""
-        return (self.replicas - 1) * (self.chunk_bytes + TRAILER_BYTES) if self.sizes else 0
+        return (self.replicas - 1) * (self.chunk_bytes + TRAILER_BYTES)
 
     @property
     def all_gather_bytes(self) -> int:
         """The result of the second hop, of which this rank sends its part to each other replica."""
-        return self.replicas * self.chunk_bytes if self.sizes else 0
+        return self.replicas * self.chunk_bytes
 
     def encode(self, values: Tensor) -> Tensor:
         """values: [N]. Returns uint8 [bytes]."""
@@ -86,9 +89,10 @@ class Layout:
 class Exchange:
     """One exchange under way: `turn` after the first hop, then `finish`. Each waits for what it needs.
 
-    group: of the replicas, each with the same layout. payloads: this replica's tensors [size], in the layout's dtype. weight:
-    fp64 scalar on the device. step: the replica's, which all must have alike. errors: what rounding took the last time, [size]
-    each, added now and written anew; of a chunk's mean the owner takes its error for all replicas. None: none is kept.
+    group: of the replicas, each with the same layout. payloads: this replica's tensors, [size] each. weight: of this replica
+    in the mean, fp64 scalar on the device. step: the replica's, which all must have alike. errors: what rounding took the
+    last time, [size] each: added now, and written anew; None keeps none. Who sums a chunk keeps the error of its mean too.
+    steps, finite: of each replica, after `turn`: its step, and whether what it sent here is finite, bool [replicas].
     """
 
     def __init__(
@@ -102,7 +106,8 @@ class Exchange:
         errors: Sequence[Tensor] | None,
     ) -> None:
         self._group, self._layout, self._errors, self._step = group, layout, errors, step
-        self.steps: list[int] = []  # of each replica, after `turn`
+        self.steps: list[int] = []
+        self.finite = torch.ones(layout.replicas, dtype=torch.bool, device=weight.device)
         flat = weight.new_zeros(layout.replicas * layout.chunk, dtype=layout.dtype)
         for index, payload in enumerate(payloads):
             part = self._part(flat, index)
@@ -134,7 +139,9 @@ class Exchange:
         self.steps = [int(step) for step in trailers[:, 1].tolist()]
         mean = weights.new_zeros(layout.chunk)
         for replica in range(layout.replicas):
-            mean += layout.decode(self._received[replica, : layout.chunk_bytes].contiguous()) * weights[replica]
+            values = layout.decode(self._received[replica, : layout.chunk_bytes].contiguous())
+            self.finite[replica] = values.isfinite().all()
+            mean += values * weights[replica]
         message = layout.encode(mean)
         if self._errors is not None:
             self._keep_error_of(mean - layout.decode(message))

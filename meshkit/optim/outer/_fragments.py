@@ -1,4 +1,4 @@
-"""Fragments of a model (Streaming DiLoCo): which part of it each parameter meets with, by its name, the same on every mesh."""
+"""Fragments of a model (Streaming DiLoCo): with which part of it each parameter meets, the same on every mesh."""
 
 from __future__ import annotations
 

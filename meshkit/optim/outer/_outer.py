@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +13,7 @@ from meshkit.core.arguments import require
 from meshkit.core.model_state import full_model_of, model_tensors
 from meshkit.core.optimizer_state import finish_update, parameter_names
 from meshkit.core.sharding import local_tensor
-from meshkit.errors import AgreementError, PlanError, StepError
+from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._exchange import Exchange, Layout
 from meshkit.optim.outer._fragments import fragment_of
@@ -29,6 +27,12 @@ from meshkit.optim.outer._policy import (
     fragments_of,
     period_at,
     wire_of,
+)
+from meshkit.optim.outer._refusals import (
+    refuse_different_values,
+    refuse_not_finite,
+    refuse_other_mesh,
+    refuse_other_steps,
 )
 from meshkit.optim.outer._state import Entry, JoinedState, flat
 from meshkit.optim.outer._update import outer_step
@@ -52,20 +56,21 @@ class OuterOptimizer:
     """Local updates on the axis dp_replicate: the replicas of a run step alone, and meet as a policy says.
 
     run: on `replica_mesh(mesh)`, with the same values on every replica. optimizer: the inner one, of the run's parameters.
-    mesh: with all replicas. policy: `LocalSGD`, `DiLoCo` or `CO2`. Call `step()` once after each step of the inner
-    optimizer, also where it was skipped; at the end, or before an export, `meet()`.
-    Where a checkpoint takes an optimizer, give it this: outer parameters, momentum, what is in flight, rounding errors and the
-    place in the period are saved beside the inner state, and a run goes on in the middle of a period bit for bit. Each replica
-    has its own folder, and all save after the same steps. In flight at a save is waited for then, and lands when it would have.
-    Averaged are the parameters of the optimizer, and with them floating-point buffers that a checkpoint has.
-    Holds per optimized parameter, in fp32 at least: nothing with LocalSGD; else outer parameter and momentum; with error
-    feedback one more; and what travels while it does.
-    Wire: over the whole mesh once a digest of what each rank has. Of each fragment on dp_replicate an all-to-all of a replica's
-    changes and an all-gather of their mean, `period_traffic` says how many bytes; over the replica's mesh an all-reduce of a
-    few numbers, in which its ranks learn whether the mean is finite.
-    Raises: PlanError for a run on the whole mesh, and for replicas that begin with different values; AgreementError on all
-    ranks for replicas with another policy, or after other numbers of steps; StepError, on all ranks, naming the replica, for a
-    mean that is not finite.
+    mesh: with all replicas. policy: `LocalSGD`, `DiLoCo` or `CO2`.
+    Call `step()` once after each step of the inner optimizer, also where a guard skipped it; at the end `meet()`.
+    Where a checkpoint takes an optimizer, give it this one. Outer parameters, momentum, rounding errors, the place in the
+    period and what is in flight are then saved beside the inner state, and a run goes on within a period bit for bit.
+    Each replica saves in a folder of its own, all after the same step. A save waits for what is in flight, which still lands
+    when it would have.
+    Averaged are the parameters of the optimizer, and floating-point buffers that a checkpoint has.
+    Holds, in fp32 at least, for each of these parameters: nothing with LocalSGD; else the outer parameter and momentum; with
+    error feedback the error; and with a delay what is in flight.
+    Wire: once a digest of each rank's values over the mesh. For each fragment on dp_replicate an all-to-all of the replicas'
+    changes and an all-gather of their mean (`period_traffic`); over the replica's mesh an all-reduce of a few numbers, in
+    which its ranks learn whether the mean is finite.
+    Raises: PlanError for a run on another mesh, and for replicas that begin with different values; on all ranks,
+    AgreementError for replicas with other policies or after other numbers of steps, StepError for a mean that is not finite,
+    which names the replica.
     """
 
     def __init__(self, run: Run, optimizer: Optimizer, mesh: Mesh, policy: Policy) -> None:
@@ -73,7 +78,7 @@ class OuterOptimizer:
         require("OuterOptimizer", "mesh", mesh, Mesh)
         require("OuterOptimizer", "policy", policy, LocalSGD, DiLoCo, CO2)
         self.run, self.mesh, self.policy, self.inner = run, mesh, policy, optimizer
-        _refuse(run, mesh, policy)
+        refuse_other_mesh(run, mesh, type(policy).__name__)
         mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
         self._run_mesh = run.mesh
         self._axis = mesh[AXIS]
@@ -88,10 +93,10 @@ class OuterOptimizer:
         self._buffers = _float_buffers(run, tensors)
         if self._buffers and self._delay:
             raise PlanError(
-                f"{type(policy).__name__} with a delay: {next(iter(self._buffers))!r} is a buffer that replicas write, and it "
-                "would be averaged late. Use LocalSGD, or DiLoCo without a delay."
+                f"{type(policy).__name__} with a delay: {next(iter(self._buffers))!r} is a buffer that replicas write, and "
+                "its mean would come late. Use LocalSGD, or DiLoCo without a delay."
             )
-        self._refuse_different_values(tensors)
+        refuse_different_values(run, mesh, tensors)
         self._step = 0
         self._next = self._period() // self._fragments
         self._flight: _Flight | None = None
@@ -169,9 +174,9 @@ class OuterOptimizer:
             self._land(keep=0.0)
 
     def finish(self) -> None:
-        """Wait for what is in flight, so that `state` has all of it; it lands when it would have. Also of the inner optimizer.
+        """Wait for what is in flight, so that `state` has it; it lands when it would have. Also of the inner optimizer.
 
-        Every rank of the mesh calls it after the same step, as a save does.
+        Every rank of the mesh calls it after the same step; a save does.
         """
         finish_update(self.inner)
         flight = self._flight
@@ -179,7 +184,7 @@ class OuterOptimizer:
             return
         with torch.no_grad():
             means = flight.exchange.finish()
-            self._refuse_other_steps(flight)
+            refuse_other_steps(flight.exchange.steps, flight.sent)
             for entry, mean in zip(self._of(flight.fragment), means, strict=True):
                 entry.average = entry.like(mean.dtype)
                 flat(entry.average).copy_(mean)
@@ -222,10 +227,11 @@ class OuterOptimizer:
         entries = self._of(flight.fragment)
         if flight.exchange is not None:
             means = flight.exchange.finish()
-            self._refuse_other_steps(flight)
+            refuse_other_steps(flight.exchange.steps, flight.sent)
         else:
             means = [flat(entry.average) for entry in entries if entry.average is not None]
-        self._refuse_not_finite(means)
+        finite = None if flight.exchange is None else flight.exchange.finite
+        refuse_not_finite(self.run, self.mesh, means, finite, step=self._step)
         if not means:
             return
         if isinstance(self.policy, LocalSGD):
@@ -308,19 +314,21 @@ class OuterOptimizer:
             entry.error = entry.like(self._dtype)
 
     def _numbers(self, fragment: int) -> dict[str, Any]:
-        in_flight = self._flight is not None and self._flight.fragment == fragment
+        flight = self._flight or _Flight(0, 0, None)
         return {
             "steps": self._step,
             "next": self._next,
-            "sent": self._flight.sent if in_flight and self._flight is not None else 0,
-            "tokens": self._tokens[fragment],
+            "sent": flight.sent,  # of all parameters: a stage may have none of the fragment in flight
+            "flying": flight.fragment,
+            "tokens": self._tokens[fragment].clone(),  # a load reads into it, and may begin anew before it sets it
         }
 
     def _restore(self, entry: Entry, values: dict[str, Any]) -> None:
         """values: of a checkpoint; none, where it is of a run without an outer optimizer: then it begins here."""
+        self._flight = None
         if not values:
             self._begin(entry)
-            self._step, self._flight = 0, None
+            self._step = 0
             self._next = self._period() // self._fragments
             self._tokens[entry.fragment].zero_()
             return
@@ -329,59 +337,7 @@ class OuterOptimizer:
         self._step, self._next = int(values["steps"]), int(values["next"])
         self._tokens[entry.fragment].copy_(values["tokens"])
         if values["sent"]:
-            self._flight = _Flight(entry.fragment, int(values["sent"]), None)
-        elif self._flight is not None and self._flight.fragment == entry.fragment:
-            self._flight = None
-
-    # ------------------------------------------------------------------------------------------------------- refusals
-
-    def _refuse_other_steps(self, flight: _Flight) -> None:
-        """Replicas that count otherwise send what does not belong together; all of them see it."""
-        assert flight.exchange is not None
-        if any(step != flight.sent for step in flight.exchange.steps):
-            counted = ", ".join(f"{step} on replica {index}" for index, step in enumerate(flight.exchange.steps))
-            raise AgreementError(
-                f"replicas meet after different numbers of steps: {counted}. Call OuterOptimizer.step() once after each "
-                "step on every replica, also where the inner step was skipped."
-            )
-
-    def _refuse_not_finite(self, means: list[Tensor]) -> None:
-        bad = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for mean in means:
-            bad += (~mean.isfinite().all()).double()
-        (count,) = self.run.mesh.agreement.meet("a meeting of replicas", bad, facts={"step": self._step})
-        if not float(count):
-            return
-        own = all(bool(local_tensor(entry.param).isfinite().all()) for entry in self.entries.values())
-        told: list[Any] = [None] * self.mesh.spec.world_size
-        dist.all_gather_object(told, (self._axis.get_local_rank(), own), group=self.mesh.group)
-        replicas = sorted({replica for replica, finite in told if not finite})
-        where = f"Those of replica {', '.join(map(str, replicas))} are not. " if replicas else ""
-        raise StepError(
-            f"after step {self._step} the mean of the replicas' parameters is not finite. {where}Go on from a checkpoint before, "
-            "and let a NonFiniteGuard skip such steps."
-        )
-
-    def _refuse_different_values(self, tensors: dict[str, Tensor]) -> None:
-        if self.mesh.agreement.alone:
-            return
-        digest, finite = hashlib.sha256(), True
-        for name, tensor in tensors.items():
-            local = local_tensor(tensor)
-            finite = finite and (not local.is_floating_point() or bool(local.isfinite().all()))
-            digest.update(name.encode() + local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        told: list[Any] = [None] * self.mesh.spec.world_size
-        dist.all_gather_object(told, (self.run.mesh.rank, digest.hexdigest(), finite), group=self.mesh.group)
-        if not all(finite for *_, finite in told):
-            raise PlanError(
-                "OuterOptimizer: parameters are not finite, as before init_weights or load_pretrained. Give them values first."
-            )
-        first = {rank: text for rank, text, _ in reversed(told)}
-        if any(text != first[rank] for rank, text, _ in told):
-            raise PlanError(
-                "OuterOptimizer: replicas begin with different values. Initialise them from one seed, or load one "
-                "checkpoint on all."
-            )
+            self._flight = _Flight(int(values["flying"]), int(values["sent"]), None)
 
 
 def outer_dtype(dtypes: Any) -> torch.dtype:
@@ -402,25 +358,3 @@ def fragments_by_name(run: Run, fragments: int) -> dict[str, int]:
 def _float_buffers(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     buffers = {id(buffer) for buffer in run.model.buffers()}
     return {name: each for name, each in tensors.items() if id(each) in buffers and each.is_floating_point()}
-
-
-def _refuse(run: Run, mesh: Mesh, policy: Policy) -> None:
-    name = type(policy).__name__
-    if run.mesh.spec.dp_replicate > 1:
-        raise PlanError(
-            f"{name}: the run is on a mesh with dp_replicate={run.mesh.spec.dp_replicate}, over which it sums its gradients in "
-            "each step. Parallelize on replica_mesh(mesh), and give the whole mesh here."
-        )
-    if run.mesh.spec.world_size * mesh.spec.dp_replicate != mesh.spec.world_size or run.mesh.rank != _place(mesh):
-        raise PlanError(
-            f"{name}: the run is on {run.mesh.spec.world_size} ranks, and the mesh has {mesh.spec.world_size} with "
-            f"dp_replicate={mesh.spec.dp_replicate}. Parallelize on replica_mesh(mesh)."
-        )
-
-
-def _place(mesh: Mesh) -> int:
-    """This rank's rank in its replica's mesh."""
-    place = 0
-    for axis in ("pp", "dp_shard", "cp", "tp"):
-        place = place * mesh[axis].size() + mesh[axis].get_local_rank()
-    return place

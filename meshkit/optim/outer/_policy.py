@@ -58,13 +58,13 @@ class LocalSGD:
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo:
-    """DiLoCo: the mean change of a period is the gradient of an outer SGD with Nesterov momentum; with fragments Streaming DiLoCo.
+    """DiLoCo: the mean change of a period is the gradient of an outer Nesterov SGD; with fragments, Streaming DiLoCo.
 
     every: the period in steps, or a rule. lr, momentum: of the outer SGD. fragments: parts of the model, by strided blocks,
     that meet in turn, one each every / fragments steps. delay: tau, the steps between the send of a fragment and its update,
-    in which it travels; at most every / fragments. mixing: alpha, the share of a replica's own values that stays at an update.
-    wire: how the changes travel: "full", in the dtype of the outer parameters, or in blocks of int8 or int4. feedback: what
-    rounding took is added to the next change (error feedback). weights: as of `LocalSGD`.
+    in which it travels; at most every / fragments. mixing: alpha, the share of its own values that a replica keeps at an
+    update. wire: how the changes travel: "full", in the dtype of the outer parameters, or in blocks of int8 or int4.
+    feedback: what rounding took is added to the next change (error feedback). weights: as of `LocalSGD`.
     Source: Douillard et al. 2023 (arXiv 2311.08105); streaming: Douillard et al. 2025 (arXiv 2501.18512).
     """
 

@@ -19,8 +19,8 @@ PREFIX = "outer_"
 class Entry:
     """One parameter. Tensors are laid out as it, in the dtype of the outer parameters; None: the policy has none.
 
-    parameter: what the replica began from. momentum: of the outer optimizer. error: what rounding took. average: the mean of a
-    fragment that has come, and is due in some steps.
+    parameter: the outer one, alike on all replicas. momentum: of the outer optimizer. error: what rounding took. average: the
+    mean of a fragment that has come, and is due in some steps.
     """
 
     name: str
@@ -65,9 +65,9 @@ class JoinedState(MutableMapping[Tensor, dict[str, Any]]):
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         entry = self._entries.get(param)
         if entry is None:
-            return {**self._inner.state[param]} if param in self._inner.state else {}
+            return {**self._inner.state.get(param, {})}
         outer = {**entry.tensors, **self._numbers(entry.fragment)}
-        inner = self._inner.state[param] if param in self._inner.state else {}
+        inner = self._inner.state.get(param, {})
         return {**inner, **{f"{PREFIX}{key}": value for key, value in outer.items()}}
 
     def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:

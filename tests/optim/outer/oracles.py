@@ -87,7 +87,7 @@ def diloco(
         replicas.train(batches)
 
         def land(step: int = step) -> None:
-            for due, name, mean in [each for each in coming if each[0] == step]:
+            for _, name, mean in [each for each in coming if each[0] == step]:
                 coming.remove(next(each for each in coming if each[1] == name))
                 moments[name] = momentum * moments[name] + mean
                 outer[name] = outer[name] - lr * (mean + momentum * moments[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.mesh import replica_mesh
 from meshkit.models import LLAMA_PLAN, Llama
-from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer, Policy, QuadraticRule
-from meshkit.optim.outer._fragments import fragment_of
+from meshkit.optim.outer import DiLoCo, LocalSGD, OuterOptimizer, Policy, QuadraticRule
 from tests.compare_shards import difference
-from tests.optim.outer.oracles import Batch, Replicas, co2, diloco, local_sgd
+from tests.optim.outer.oracles import Batch, Replicas, diloco, local_sgd
 from tests.tiny import draw_parameters, tiny_config
 from tests.world import pool
 

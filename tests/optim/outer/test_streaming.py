@@ -16,7 +16,16 @@ from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer
 from meshkit.optim.outer._fragments import fragment_of
 from meshkit.optim.outer._policy import Policy
 from tests.optim.outer.oracles import Replicas, co2, diloco
-from tests.optim.outer.test_local_updates import CONFIG, TOL_FP64_SUM, adamw, data, model, train, values_of, worst_difference
+from tests.optim.outer.test_local_updates import (
+    CONFIG,
+    TOL_FP64_SUM,
+    adamw,
+    data,
+    model,
+    train,
+    values_of,
+    worst_difference,
+)
 from tests.world import pool
 
 
@@ -56,7 +65,9 @@ def test_streaming_diloco_equals_its_definition(case: int) -> None:
         mixing=policy.mixing,
     )
     choices = {"microbatches": 2} if "pp" in spec else {}
-    found = pool(ranks).run(worst_difference, spec, policy, batches, "adamw", values_of(replicas.models), outer, choices)
+    found = pool(ranks).run(
+        worst_difference, spec, policy, batches, "adamw", values_of(replicas.models), outer, choices
+    )
     assert max(found) <= TOL_FP64_SUM
 
 
@@ -167,7 +178,7 @@ def test_blocks_round_to_the_nearest_level_with_the_measured_error(wire: str, le
 
 def all_alike_after_meet(spec: str, policy: Policy, steps: int) -> list[bool]:
     """Of each parameter, whether it equals the outer one, and the outer one of the first replica, bit for bit."""
-    run, outer = train(spec, policy, data(steps, 3), "adamw")
+    _, outer = train(spec, policy, data(steps, 3), "adamw")
     outer.meet()
     alike = []
     axis = outer.mesh["dp_replicate"].get_group()
@@ -175,7 +186,9 @@ def all_alike_after_meet(spec: str, policy: Policy, steps: int) -> list[bool]:
         local = local_tensor(entry.param)
         first = local.clone()
         torch.distributed.broadcast(first, group=axis, group_src=0)
-        alike.append(torch.equal(first, local) and (entry.parameter is None or torch.equal(local, local_tensor(entry.parameter))))
+        alike.append(
+            torch.equal(first, local) and (entry.parameter is None or torch.equal(local, local_tensor(entry.parameter)))
+        )
     return alike
 
 
@@ -195,7 +208,7 @@ def test_after_meet_all_replicas_have_the_same_bits_also_where_tp_holds_copies(p
 
 def copies_on_tp(policy: Policy) -> list[bool]:
     """Whether the norms, which each rank of tp holds, are the same bits on both."""
-    run, outer = train("dp_replicate=3 tp=2", policy, data(6, 3), "adamw")
+    run, _ = train("dp_replicate=3 tp=2", policy, data(6, 3), "adamw")
     alike = []
     for name, param in run.named_parameters():
         if "norm" in name:
@@ -237,7 +250,10 @@ def test_to_wait_for_what_is_in_flight_changes_nothing() -> None:
 
 def test_what_a_policy_cannot_be_is_refused() -> None:
     for make, text in (
-        (lambda: DiLoCo(every=10, fragments=3), r"every=10, fragments=3\): fragments meet at even distances. Give a multiple of 3, as 9"),
+        (
+            lambda: DiLoCo(every=10, fragments=3),
+            r"every=10, fragments=3\): fragments meet at even distances. Give a multiple of 3, as 9",
+        ),
         (lambda: DiLoCo(every=10, fragments=2, delay=6), r"delay=6\): one fragment travels at a time"),
         (lambda: DiLoCo(every=0), r"DiLoCo\(every=0\): give a number of steps, at least 1"),
         (lambda: DiLoCo(every=5, wire="int2"), r"wire='int2'\): choose full, int8 or int4"),  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""What replicas must have alike is compared, and a replica that is not finite is named on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshkit as mk
+from meshkit.core.sharding import local_tensor
+from meshkit.errors import AgreementError, PlanError, StepError
+from meshkit.mesh import replica_mesh
+from meshkit.models import LLAMA_PLAN
+from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer, Policy
+from tests.optim.outer.test_local_updates import data, model, sgd
+from tests.world import pool
+
+
+def outer_of(policy: Policy, spec: str = "dp_replicate=2", change: float = 0.0) -> OuterOptimizer:
+    mesh = mk.init_mesh(spec)
+    run = mk.parallelize(model(), replica_mesh(mesh), plan=LLAMA_PLAN)
+    if change:
+        with torch.no_grad():
+            local_tensor(next(run.model.parameters())).add_(change * mesh["dp_replicate"].get_local_rank())
+    return OuterOptimizer(run, sgd(run.model), mesh, policy)
+
+
+def whole_mesh() -> None:
+    mesh = mk.init_mesh("dp_replicate=2")
+    run = mk.parallelize(model(), mesh, plan=LLAMA_PLAN)
+    with pytest.raises(
+        PlanError, match="DiLoCo: the run is on a mesh with dp_replicate=2, over which it sums gradients"
+    ):
+        OuterOptimizer(run, sgd(run.model), mesh, DiLoCo())
+
+
+def other_values() -> None:
+    for change, text in ((1.0, "replicas begin with different values"), (torch.nan, "some parameters are not finite")):
+        with pytest.raises(PlanError, match=text):
+            outer_of(DiLoCo(), change=change)
+
+
+def other_policies() -> None:
+    lr = 0.7 if mk.init_mesh("dp_replicate=2")["dp_replicate"].get_local_rank() else 0.6
+    with pytest.raises(AgreementError, match="policy"):
+        outer_of(DiLoCo(lr=lr))
+
+
+def other_steps() -> None:
+    outer = outer_of(DiLoCo(every=4, weights="equal"))
+    outer.step()
+    if outer.mesh.rank == 0:
+        outer.step()
+    with pytest.raises(AgreementError, match="different numbers of steps: 4 on replica 0, 3 on replica 1"):
+        for _ in range(3):
+            outer.step()
+            if outer.mesh.rank == 1 and outer.steps == 3:
+                outer.meet()
+
+
+def not_finite(policy: Policy) -> None:
+    outer = outer_of(policy, "dp_replicate=2 dp_shard=2")
+    outer.run.forward_backward(data(1, 2)[0][0])
+    if outer.mesh["dp_replicate"].get_local_rank() == 1 and outer.run.mesh.rank == 0:
+        with torch.no_grad():  # one element, on one rank of one replica
+            local_tensor(next(outer.run.model.parameters())).view(-1)[0] = torch.nan
+    with pytest.raises(StepError, match="mean of the replicas' parameters is not finite. Those of replica 1 are not"):
+        for _ in range(5):
+            outer.step()
+
+
+def no_tokens() -> None:
+    with pytest.raises(PlanError, match="no forward_backward has counted tokens"):
+        outer_of(LocalSGD(every=1)).step()
+
+
+def late_buffers() -> None:
+    mesh = mk.init_mesh("dp_replicate=2")
+    made = model()
+    made.register_buffer("average", torch.zeros(3, dtype=torch.float64))
+    run = mk.parallelize(made, replica_mesh(mesh), plan=LLAMA_PLAN)
+    with pytest.raises(PlanError, match="CO2 with a delay: 'average' is a buffer that replicas write"):
+        OuterOptimizer(run, sgd(run.model), mesh, CO2())
+    outer = OuterOptimizer(run, sgd(run.model), mesh, DiLoCo(every=1, weights="equal"))
+    made.average += mesh["dp_replicate"].get_local_rank()
+    outer.step()
+    assert run.model.average.tolist() == [0.5] * 3  # averaged as it is, without the outer optimizer
+
+
+def test_a_run_on_all_replicas_is_refused() -> None:
+    pool(2).run(whole_mesh)
+
+
+def test_replicas_that_begin_with_other_values_or_without_values_are_refused() -> None:
+    pool(2).run(other_values)
+
+
+def test_replicas_with_other_policies_are_refused() -> None:
+    pool(2).run(other_policies)
+
+
+def test_replicas_that_count_other_steps_are_named() -> None:
+    pool(2).run(other_steps)
+
+
+@pytest.mark.parametrize(
+    "policy", [DiLoCo(every=2), DiLoCo(every=2, delay=1, wire="int4"), CO2(every=2, wire="int8")], ids=str
+)
+def test_a_replica_that_is_not_finite_is_named_on_every_rank_of_all(policy: Policy) -> None:
+    pool(4).run(not_finite, policy)
+
+
+def test_tokens_that_nobody_counted_are_no_weights() -> None:
+    pool(2).run(no_tokens)
+
+
+def test_buffers_are_averaged_and_refused_where_their_mean_would_come_late() -> None:
+    pool(2).run(late_buffers)
