@@ -72,6 +72,11 @@ class Layout:
         """The result of the second hop, of which this rank sends its part to each other replica."""
         return self.replicas * self.chunk_bytes
 
+    @property
+    def flight_bytes(self) -> int:
+        """Held at the most while it travels: what is sent and what comes in the first hop."""
+        return 2 * self.replicas * (self.chunk_bytes + TRAILER_BYTES)
+
     def encode(self, values: Tensor) -> Tensor:
         """values: [N]. Returns uint8 [bytes]."""
         if self.wire == "full":
@@ -105,7 +110,7 @@ class Exchange:
         step: int,
         errors: Sequence[Tensor] | None,
     ) -> None:
-        self._group, self._layout, self._errors, self._step = group, layout, errors, step
+        self._group, self._layout, self._errors = group, layout, errors
         self.steps: list[int] = []
         self.finite = torch.ones(layout.replicas, dtype=torch.bool, device=weight.device)
         flat = weight.new_zeros(layout.replicas * layout.chunk, dtype=layout.dtype)
@@ -122,39 +127,39 @@ class Exchange:
         trailer = torch.stack([weight.double(), torch.full_like(weight, step, dtype=torch.float64)]).view(torch.uint8)
         rows = message.view(layout.replicas, layout.chunk_bytes)
         self._sent = torch.cat([rows, trailer.expand(layout.replicas, TRAILER_BYTES)], dim=1)
-        self._received = torch.empty_like(self._sent)
-        self._work: dist.Work | None = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
-        self._gathered: Tensor | None = None
+        self._coming = torch.empty_like(self._sent)
+        self._work: dist.Work | None = dist.all_to_all_single(self._coming, self._sent, group=group, async_op=True)
+        self._turned = False
 
     def turn(self) -> None:
         """Sum this rank's chunk, and send the mean to all. The same on every rank, or the next calls do not match."""
-        if self._gathered is not None:
+        if self._turned:
             return
+        self._turned = True
         self._wait()
-        layout = self._layout
-        trailers = self._received[:, layout.chunk_bytes :].contiguous().view(torch.float64)
+        layout, received = self._layout, self._coming
+        trailers = received[:, layout.chunk_bytes :].contiguous().view(torch.float64)
         weights, total = trailers[:, 0], trailers[:, 0].sum()
         # Replicas without a token among them all are alike.
         weights = torch.where(total > 0, weights / total.clamp(min=1e-30), 1 / layout.replicas).to(layout.dtype)
         self.steps = [int(step) for step in trailers[:, 1].tolist()]
         mean = weights.new_zeros(layout.chunk)
         for replica in range(layout.replicas):
-            values = layout.decode(self._received[replica, : layout.chunk_bytes].contiguous())
+            values = layout.decode(received[replica, : layout.chunk_bytes].contiguous())
             self.finite[replica] = values.isfinite().all()
             mean += values * weights[replica]
         message = layout.encode(mean)
         if self._errors is not None:
             self._keep_error_of(mean - layout.decode(message))
         self._sent = message
-        self._gathered = message.new_empty(layout.replicas * layout.chunk_bytes)
-        self._work = dist.all_gather_into_tensor(self._gathered, message, group=self._group, async_op=True)
+        self._coming = message.new_empty(layout.replicas * layout.chunk_bytes)
+        self._work = dist.all_gather_into_tensor(self._coming, message, group=self._group, async_op=True)
 
     def finish(self) -> list[Tensor]:
         """The means, [size] each, the same bits on every replica."""
         self.turn()
         self._wait()
-        assert self._gathered is not None
-        flat = self._layout.decode(self._gathered)
+        flat = self._layout.decode(self._coming)
         return [self._part(flat, index) for index in range(len(self._layout.sizes))]
 
     def _wait(self) -> None:

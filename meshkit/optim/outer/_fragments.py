@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshkit.errors import PlanError
+from meshkit.resolve import Resolved
+
+
+def fragments_of_model(resolved: Resolved, fragments: int) -> dict[str, int]:
+    """`fragment_of` the parameters of a whole model, also those of other stages; buffers meet with the last fragment."""
+    model = resolved.program.model
+    first = {param: name for name, param in model.named_parameters()}
+    found = fragment_of({name: param.numel() for param, name in first.items()}, resolved.blocks, fragments)
+    buffers = dict.fromkeys((name for name, _ in model.named_buffers()), fragments - 1)
+    # A tied parameter is one, under each of its names: stages of a pipeline know it by another.
+    return {**buffers, **{name: found[first[param]] for name, param in model.named_parameters(remove_duplicate=False)}}
 
 
 def fragment_of(sizes: Mapping[str, int], blocks: Sequence[str], fragments: int) -> dict[str, int]:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshkit.core.arguments import require
-from meshkit.core.model_state import full_model_of, model_tensors
+from meshkit.core.model_state import model_tensors
 from meshkit.core.optimizer_state import finish_update, parameter_names
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._exchange import Exchange, Layout
-from meshkit.optim.outer._fragments import fragment_of
+from meshkit.optim.outer._fragments import fragments_of_model
 from meshkit.optim.outer._policy import (
     CO2,
     DiLoCo,
@@ -35,6 +35,7 @@ from meshkit.optim.outer._refusals import (
     refuse_other_steps,
 )
 from meshkit.optim.outer._state import Entry, JoinedState, flat
+from meshkit.optim.outer._traffic import PeriodTraffic, period_traffic
 from meshkit.optim.outer._update import outer_step
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
@@ -83,7 +84,7 @@ class OuterOptimizer:
         self._run_mesh = run.mesh
         self._axis = mesh[AXIS]
         self._delay, self._fragments = delay_of(policy), fragments_of(policy)
-        fragments = fragments_by_name(run, self._fragments)
+        fragments = fragments_of_model(run.resolved, self._fragments)
         tensors = model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
         names = parameter_names(run.model)
         held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
@@ -125,6 +126,20 @@ class OuterOptimizer:
     def state(self) -> JoinedState:
         """Of both optimizers; call `finish` before."""
         return JoinedState(self.inner, self.entries, self._numbers, self._restore)
+
+    @property
+    def period(self) -> PeriodTraffic:
+        """What a period sends; `print` shows it."""
+        tensors = {entry.name: entry.param for entry in self.entries.values()} | self._buffers
+        sizes = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
+        fragments = {entry.name: entry.fragment for entry in self.entries.values()}
+        fragments |= dict.fromkeys(self._buffers, self._fragments - 1)
+        return period_traffic(self.policy, sizes, fragments, replicas=self._axis.size(), dtype=self._dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The outer state that this rank holds, beside what is in flight."""
+        return [tensor for entry in self.entries.values() for tensor in entry.tensors.values()]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -346,13 +361,6 @@ def outer_dtype(dtypes: Any) -> torch.dtype:
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
-
-
-def fragments_by_name(run: Run, fragments: int) -> dict[str, int]:
-    """Parameter -> fragment, of the whole model, also of other stages."""
-    full = full_model_of(run.model)
-    tensors = full.tensors if full is not None else model_tensors(run.model)
-    return fragment_of({name: tensor.numel() for name, tensor in tensors.items()}, run.resolved.blocks, fragments)
 
 
 def _float_buffers(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

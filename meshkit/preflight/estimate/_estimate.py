@@ -17,9 +17,10 @@ from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimating
 from meshkit.errors import PlanError
-from meshkit.mesh import Mesh, MeshSpec, init_mesh
+from meshkit.mesh import Mesh, MeshSpec, init_mesh, replica_mesh
 from meshkit.mesh.world import fake_world
 from meshkit.optim import adamw
+from meshkit.optim.outer import OuterOptimizer, Policy
 from meshkit.preflight._arguments import full_coordinate, rank_at, refuse_sizes, spec_of
 from meshkit.preflight.estimate._allocator import reserved_bytes
 from meshkit.preflight.estimate._kernels import cuda_kernels
@@ -52,6 +53,7 @@ def estimate(
     optimizer: MakeOptimizer | None = None,
     loss: Loss = next_token_loss,
     in_memory: InMemory | None = None,
+    outer: Policy | None = None,
     every_microbatch: bool = False,
     **choices: Any,
 ) -> Estimate:
@@ -65,6 +67,8 @@ def estimate(
     it is run in; default: the strategy's, or 1. Of many, the least number is run that has the same peak (with pp one more
     than fill the pipeline); every_microbatch runs all.
     world_size: default what `spec` needs. coordinate: the rank's index on each dense axis, default 0; stages differ.
+    outer: a policy of local updates: the run is on a replica of the mesh, and the outer state, with a delay what travels
+    too, is counted as optimizer state. Not what a meeting needs while it lasts, when there are no activations.
     in_memory: what a Checkpointer keeps in the memory of the hosts, with copies for others.
     optimizer: (run) -> optimizer, default `adamw`. loss: as in `Run.forward_backward`, of input_ids and labels.
     kernels: "cuda" counts RMSNorm and plain attention in bf16 as CUDA's kernels keep them, sizes rounded as its allocator
@@ -82,7 +86,7 @@ def estimate(
     refuse_sizes(rows, seq_len, microbatches)
     began = time.monotonic()
     with fake_mesh(sizes, place, kernels=kernels) as mesh:
-        run = build(mesh)
+        run = build(mesh if outer is None else replica_mesh(mesh))
         run.resolved.refuse_tokens(seq_len)
         count = microbatches or run.strategy.microbatches or 1
         traced = count if every_microbatch else least_microbatches(run.resolved, count)
@@ -92,6 +96,10 @@ def estimate(
         with tracker:
             count_parameters(tracker, run.model)
             built_optimizer = (optimizer or adamw_of)(run)
+            if outer is not None:
+                replicas = OuterOptimizer(run, built_optimizer, mesh, outer)
+                in_flight = torch.empty(replicas.period.flight_bytes, dtype=torch.uint8, device=mesh.device)
+                tracker.count_as([*replicas.tensors, in_flight], "optimizer state")
             for _ in range(2):  # the first step makes the optimizer state; the second is measured
                 tracker.forget_points()
                 tracked_step(tracker, run, built_optimizer, batch, traced, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
+from meshkit.optim.outer import OuterOptimizer, Policy
 from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_counted
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
+from meshkit.preflight.explain._period import period_of_model, period_of_run
 from meshkit.preflight.explain._pipeline_table import PipelineTable
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
 from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars, add_tied
@@ -36,6 +39,7 @@ def explain(
     mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
     device: str | None = None,
+    outer: Policy | OuterOptimizer | None = None,
     **choices: Any,
 ) -> Explanation:
     """What `parallelize(model, mesh, strategy)` will hold and send, for one optimizer step of one rank.
@@ -47,21 +51,28 @@ def explain(
     mask: who sees whom, one for all rows or one for each; default: causal. What context parallelism sends depends on it.
     coordinate: the rank's index on each axis, default 0; stages differ between ranks, and so do uneven shards.
     device: where it will run, "cuda" or "cpu": a `Budget` counts that device's kernels. Default: a GPU where there is one.
+    outer: a policy of local updates, with which the run is on a replica of the mesh; of a run its outer optimizer.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does, with the same text.
     """
     if isinstance(model, Run):
         if spec is not None or strategy is not None or choices:
             raise PlanError("explain: a Run has a mesh and a strategy. Leave them away, or give `run.full_model`.")
-        resolved = model.resolved
+        resolved, period = model.resolved, None if outer is None else period_of_run(outer)
         strategy = resolved.strategy
     else:
         strategy = Strategy.of(strategy, choices)
-        resolved = resolve(
-            read_program(model), strategy, spec_of(spec, strategy), device_type=device or default_device()
-        )
+        sizes, period = spec_of(spec, strategy), None
+        replica = sizes if outer is None else replace(sizes, dp_replicate=1)
+        resolved = resolve(read_program(model), strategy, replica, device_type=device or default_device())
+        if outer is not None:
+            coordinate = {axis: at for axis, at in full_coordinate(sizes, coordinate).items() if axis != "dp_replicate"}
+            period = period_of_model(resolved, coordinate, outer, replicas=sizes.dp_replicate)
     count = (strategy.microbatches or 1) if microbatches is None else microbatches
-    return explain_resolved(resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate)
+    of_step = explain_resolved(
+        resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate
+    )
+    return replace(of_step, period=period)
 
 
 def default_device() -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from meshkit.mesh import MeshSpec
+from meshkit.optim.outer import PeriodTraffic
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight._format import table_lines
 from meshkit.preflight.explain._pipeline_table import PipelineTable
@@ -85,6 +86,7 @@ class Traffic:
 class Explanation:
     """`str()` is the printed form. sent: every collective of one optimizer step on one rank, in the order of the modules.
     choices: what was chosen, and why. pipeline: with pp, the table of all its ranks, which is made when it is asked for.
+    period: with an outer optimizer, what a period sends on dp_replicate; all else is of the replica.
     """
 
     spec: MeshSpec
@@ -92,6 +94,7 @@ class Explanation:
     sent: tuple[Sent, ...]
     choices: tuple[str, ...] = ()
     pipeline: PipelineTable | None = None
+    period: PeriodTraffic | None = None
 
     @cached_property
     def messages(self) -> Counter[Message]:
@@ -152,7 +155,8 @@ class Explanation:
         ]
 
     def __str__(self) -> str:
-        return "\n".join([*_parameter_lines(self), "", *_message_lines(self), *self.notes])
+        period = [] if self.period is None else ["", str(self.period)]
+        return "\n".join([*_parameter_lines(self), "", *_message_lines(self), *self.notes, *period])
 
 
 def general_name(name: str) -> str:
