@@ -72,6 +72,8 @@ class Session:
     run: what is resumed and saved in `out`/checkpoints, with the optimizer, scheduler and loader; or a Mesh, whose ranks
     save `parts`, each in a folder of its name: runs with their optimizers and schedulers, None on ranks that have none. Of
     parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
+    signals_every: ask the other ranks only in every so many steps whether a signal came, where each question crosses a slow
+    link; a rank that gets one goes on until then.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
     guard: against gradients that are not finite. --corruption-every compares copies here, also before each checkpoint; where
@@ -91,6 +93,7 @@ class Session:
         parts: Mapping[str, Part] | None = None,
         unit: str = "step",
         writes: bool = True,
+        signals_every: int = 1,
     ) -> None:
         (make_folder if writes else refuse_folder)("out", config.out)
         watch_with(
@@ -137,7 +140,7 @@ class Session:
             self.guard.explained = self._is_corrupt
         self._rollbacks = 0
         self._skips: dict[int, tuple[int, int]] = {}  # of the guard, by the step of a checkpoint
-        self._signals = SaveOnSignal()
+        self._signals, self._signals_every = SaveOnSignal(), signals_every
         self._files = ExitStack()  # open from __enter__ to __exit__
         self._step = 0
         self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
@@ -277,11 +280,11 @@ class Session:
     def saves(self, step: int) -> bool:
         """Whether there will be a checkpoint of this step: one of --save-every, the last, or because a signal came.
 
-        Wire: one all-reduce of 4 bytes on the host, in the first call of a step.
+        Wire: one all-reduce of 4 bytes on the host, in the first call of a step of every `signals_every`.
         """
         # Asked once a step: a signal that comes between two calls would let ranks, or the recipe and the session, disagree.
         if self._leaving is None:
-            self._leaving = self._signals.should_stop(self.mesh)
+            self._leaving = step % self._signals_every == 0 and self._signals.should_stop(self.mesh)
         due = step % self._config.save_every == 0 or step == self._total or self._leaving
         return due and self._writes
 

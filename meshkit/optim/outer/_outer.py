@@ -173,20 +173,19 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Meet now with all of the model, whatever the period: all replicas have the same parameters after it.
+        """Make all replicas alike, whatever the period: outer parameters move by the plain mean of what has changed since.
 
-        What is in flight lands first. The meetings that are due come when they would have. Every rank of the mesh calls it.
+        What is in flight lands first. Without momentum, so that right after a meeting nothing changes. The meetings that are
+        due come when they would have. Every rank of the mesh calls it.
         """
-        if isinstance(self.policy, CO2):
-            self._meet_late()
-            self._land()
-            self._write(0, keep=0.0)
-            return
+        self._shards_back()
+        # With CO2 before what is in flight lands, since this period began from the outer parameters as they are.
+        late = [self._payload(entry) for entry in self._of(0)] if isinstance(self.policy, CO2) else None
         if self._flight is not None:
             self._land()
         for fragment in range(self._fragments):
-            self._send(fragment)
-            self._land(keep=0.0)
+            self._launch(fragment, late or [self._payload(entry) for entry in self._of(fragment)])
+            self._land(plain=True)
 
     def finish(self) -> None:
         """Wait for what is in flight, so that `state` has it; it lands when it would have. Also of the inner optimizer.
@@ -234,8 +233,8 @@ class OuterOptimizer:
         self._tokens[fragment].zero_()
         self._flight = _Flight(fragment, self._step, exchange)
 
-    def _land(self, *, keep: float | None = None) -> None:
-        """The means move the outer parameters, and those the replica's. keep: the share of its own; default, the policy's."""
+    def _land(self, *, plain: bool = False) -> None:
+        """The means move the outer parameters, and those the replica's. plain: by themselves, without the outer optimizer."""
         flight = self._flight
         assert flight is not None
         self._flight = None
@@ -256,10 +255,15 @@ class OuterOptimizer:
             self._written(entries)
         else:
             for entry, mean in zip(entries, means, strict=False):
-                outer_step(self.policy, flat(entry.parameter), flat(entry.momentum), mean)
+                if plain:
+                    flat(entry.parameter).sub_(mean)
+                else:
+                    outer_step(self.policy, flat(entry.parameter), flat(entry.momentum), mean)
                 entry.average = None
-            if isinstance(self.policy, DiLoCo):
-                self._write(flight.fragment, keep=self.policy.mixing if keep is None else keep)
+            if plain or isinstance(self.policy, DiLoCo):
+                self._write(
+                    flight.fragment, keep=self.policy.mixing if isinstance(self.policy, DiLoCo) and not plain else 0
+                )
         for buffer, mean in zip(self._buffers_of(flight.fragment), means[len(entries) :], strict=True):
             buffer.copy_(mean.view(buffer.shape))
 
