@@ -14,3 +14,4 @@ from .host_offload import OffloadedAdamW as OffloadedAdamW
 from .host_offload import choose_resident as choose_resident
 from .host_offload import resident_share as resident_share
 from .low_bit import LowBitAdamW as LowBitAdamW
+from . import outer as outer

@@ -17,7 +17,6 @@ from meshkit.optim.outer._fragments import fragment_of
 from meshkit.optim.outer._policy import Policy
 from tests.optim.outer.oracles import Replicas, co2, diloco
 from tests.optim.outer.test_local_updates import (
-    CONFIG,
     TOL_FP64_SUM,
     adamw,
     data,
@@ -262,6 +261,3 @@ def test_what_a_policy_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(PlanError, match=text):
             make()
-
-
-assert CONFIG.num_hidden_layers == 3
