@@ -29,10 +29,22 @@ RESULTS = ROOT / "benchmarks" / "results" / "slow_links.jsonl"
 REPLICAS, SEQ_LEN, ROWS = 4, 256, 16
 RUNS: dict[str, tuple[Policy | None, dict[str, Any]]] = {
     "synchronous": (None, {}),
-    "diloco-25": (DiLoCo(every=25), {"every": 25}),
+    "diloco-25": (
+        DiLoCo(every=25, lr=1.0, momentum=0.3),
+        {"every": 25, "outer-lr": 1.0, "outer-momentum": 0.3},
+    ),
+    "diloco-25-published": (DiLoCo(every=25), {"every": 25}),
     "streaming-24-int4": (
-        DiLoCo(every=24, fragments=4, delay=2, mixing=0.5, wire="int4"),
-        {"every": 24, "fragments": 4, "delay": 2, "mixing": 0.5, "wire": "int4"},
+        DiLoCo(every=24, lr=1.0, momentum=0.3, fragments=4, delay=2, mixing=0.5, wire="int4"),
+        {
+            "every": 24,
+            "outer-lr": 1.0,
+            "outer-momentum": 0.3,
+            "fragments": 4,
+            "delay": 2,
+            "mixing": 0.5,
+            "wire": "int4",
+        },
     ),
     "co2-10": (CO2(every=10), {"algorithm": "co2", "every": 10}),
     "local-sgd-25": (LocalSGD(every=25), {"algorithm": "local-sgd", "every": 25}),
