@@ -58,7 +58,6 @@ class Config(StepFlags, ParallelFlags, PretrainFlags):
     model: Literal["demo", "llama3.2-1b", "llama3-8b"] = "demo"
     """the shape of the model; its vocabulary is the tokenizer's"""
     mesh: str = "dp_replicate=-1"
-    """axes and sizes; dp_replicate is the slow one"""
     global_batch: Count = 16
     """sequences of one step, over all replicas"""
     algorithm: Literal["diloco", "co2", "local-sgd"] = "diloco"
@@ -90,6 +89,7 @@ class Config(StepFlags, ParallelFlags, PretrainFlags):
 
 def main() -> None:
     config = Config.parse()
+    policy = config.policy()  # what does not fit together is refused before there is a world
 
     # ---------------------------------------------------------------------------------------------- the two meshes
     mesh = mk.init_mesh(config.mesh)
@@ -120,7 +120,7 @@ def main() -> None:
         mk.models.load_pretrained(run.model, config.pretrained)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    outer = OuterOptimizer(run, optimizer, mesh, config.policy())
+    outer = OuterOptimizer(run, optimizer, mesh, policy)
     rows = -(-config.global_batch // mesh.data_ranks)
     if config.explain:
         sizes = {"rows": rows, "seq_len": config.seq_len, "microbatches": config.microbatches}
