@@ -33,16 +33,16 @@ BASE_STEPS = 200
 RUNS: dict[str, tuple[Policy | None, dict[str, Any]]] = {
     "synchronous": (None, {}),
     "diloco-25": (
-        DiLoCo(every=25, lr=1.0, momentum=0.3),
-        {"every": 25, "outer_lr": 1.0, "outer_momentum": 0.3},
+        DiLoCo(every=25, lr=1.0, momentum=0.6),
+        {"every": 25, "outer_lr": 1.0, "outer_momentum": 0.6},
     ),
     "diloco-25-published": (DiLoCo(every=25), {"every": 25}),
     "streaming-24-int4": (
-        DiLoCo(every=24, lr=1.0, momentum=0.3, fragments=4, delay=2, mixing=0.5, wire="int4"),
+        DiLoCo(every=24, lr=1.0, momentum=0.6, fragments=4, delay=2, mixing=0.5, wire="int4"),
         {
             "every": 24,
             "outer_lr": 1.0,
-            "outer_momentum": 0.3,
+            "outer_momentum": 0.6,
             "fragments": 4,
             "delay": 2,
             "mixing": 0.5,
