@@ -15,6 +15,7 @@ from meshkit.faults.nan_guard import NonFiniteGuard
 from meshkit.mesh import replica_mesh
 from meshkit.models import LLAMA_PLAN, MixtralConfig, build_model, moe_plan
 from meshkit.optim.outer import DiLoCo, OuterOptimizer
+from meshkit.parallel.data import after_inference
 from tests.compare_shards import difference
 from tests.optim.outer.oracles import Batch, Replicas, diloco
 from tests.optim.outer.test_local_updates import TOL_FP64_SUM, adamw, data, model, values_of
@@ -31,6 +32,9 @@ EXPERTS = MixtralConfig(
     head_dim=4,
     num_local_experts=4,
 )
+
+
+ZEROS = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8, dtype=torch.int64)}
 
 
 def experts_model() -> nn.Module:
@@ -156,9 +160,13 @@ def bf16_parameters(choices: dict[str, Any]) -> bool:
         mine = step[mesh["dp_replicate"].get_local_rank()]
         run.forward_backward({key: value.tensor_split(2)[own.data_rank] for key, value in mine.items()})
         optimizer.step()
+        run.evaluate(ZEROS)  # leaves the root unit gathered, also before a meeting
+        versions = [entry.param._version for entry in outer.entries.values()]
         outer.step()
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-        run.evaluate({"input_ids": ids, "labels": ids})  # leaves the root unit gathered, also before a meeting
+    assert all(entry.param._version > before for entry, before in zip(outer.entries.values(), versions, strict=True))
+    after_meeting = float(run.evaluate(ZEROS)[0])
+    after_inference(run.model)
+    assert after_meeting == float(run.evaluate(ZEROS)[0])  # nothing of before the meeting is left gathered
     moved = False
     for entry in outer.entries.values():
         assert entry.parameter is not None and entry.parameter.dtype == torch.float32
