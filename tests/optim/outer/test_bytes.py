@@ -56,7 +56,8 @@ def observe_period(spec: str, policy: Policy) -> tuple[Counter[Message], Counter
         wanted[Message("dp_replicate", op, size)] += 1
     place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
     of_model = mk.explain(model(), spec, plan=LLAMA_PLAN, rows=2, seq_len=TOKENS, outer=policy, coordinate=place)
-    held = sum(local_tensor(tensor).numel() * tensor.dtype.itemsize for tensor in outer.tensors)
+    copies = 0 if isinstance(policy, LocalSGD) else 3 if policy.wire != "full" else 2  # of x, m, and the errors
+    held = copies * sum(local_tensor(param).numel() * param.dtype.itemsize for param in run.parameters())
     return on_axis, wanted, str(said.period), str(of_model.period), held
 
 
