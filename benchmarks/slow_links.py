@@ -36,6 +36,10 @@ RUNS: dict[str, tuple[Policy | None, dict[str, Any]]] = {
         DiLoCo(every=25, lr=1.0, momentum=0.6),
         {"every": 25, "outer_lr": 1.0, "outer_momentum": 0.6},
     ),
+    "diloco-25-low-momentum": (
+        DiLoCo(every=25, lr=1.0, momentum=0.3),
+        {"every": 25, "outer_lr": 1.0, "outer_momentum": 0.3},
+    ),
     "diloco-25-published": (DiLoCo(every=25), {"every": 25}),
     "streaming-24-int4": (
         DiLoCo(every=24, lr=1.0, momentum=0.6, fragments=4, delay=2, mixing=0.5, wire="int4"),
@@ -79,7 +83,6 @@ def launch(recipe: str, **flags: Any) -> None:
     given = {
         "mesh": f"dp_replicate={REPLICAS}",
         "seq-len": SEQ_LEN,
-        "global-batch": ROWS,
         "save-every": 10_000,
         **flags,
     }
@@ -88,13 +91,24 @@ def launch(recipe: str, **flags: Any) -> None:
     subprocess.run([*command, str(ROOT / "examples" / recipe), "--sample-tokens", "1", *words], check=True)
 
 
-def run(name: str, *, steps: int, seed: int, lr: float, base: Path | None) -> dict[str, Any]:
+def run(name: str, *, steps: int, rows: int, seed: int, lr: float, base: Path | None) -> dict[str, Any]:
     policy, flags = RUNS[name]
     recipe = "llama_pretrain.py" if policy is None else "diloco_pretrain.py"
     begin = {} if base is None else {"pretrained": base / f"model-{BASE_STEPS}", "tokenizer": base / "tokenizer"}
     with tempfile.TemporaryDirectory() as out:
         began = time.monotonic()
-        launch(recipe, steps=steps, seed=seed, out=out, lr=lr, eval_every=25, **begin, **flags)
+        launch(
+            recipe,
+            steps=steps,
+            global_batch=rows,
+            eval_batches=8 * ROWS // rows,
+            seed=seed,
+            out=out,
+            lr=lr,
+            eval_every=25,
+            **begin,
+            **flags,
+        )
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     held_out = {line["step"]: line["held_out_bits_per_byte"] for line in lines if "held_out_bits_per_byte" in line}
     return {
@@ -103,6 +117,7 @@ def run(name: str, *, steps: int, seed: int, lr: float, base: Path | None) -> di
         "policy": str(policy),
         "mesh": f"dp_replicate={REPLICAS}",
         "steps": steps,
+        "global_batch": rows,
         "after_synchronous_steps": 0 if base is None else BASE_STEPS,
         "lr": lr,
         "seed": seed,
@@ -117,16 +132,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a step, over all replicas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--base", type=Path, default=None)
     args = parser.parse_args()
     if args.base is not None and not (args.base / f"model-{BASE_STEPS}").exists():
-        launch("llama_pretrain.py", steps=BASE_STEPS, out=args.base)
+        launch("llama_pretrain.py", steps=BASE_STEPS, global_batch=ROWS, out=args.base)
         trained = max(Path("~/.cache/meshkit").expanduser().glob("tokenizer-*"), key=lambda path: path.stat().st_atime)
         shutil.copytree(trained, args.base / "tokenizer")  # of the data, which the run has just read
     for name in args.only:
-        row = {**environment(), **run(name, steps=args.steps, seed=args.seed, lr=args.lr, base=args.base)}
+        row = {
+            **environment(),
+            **run(name, steps=args.steps, rows=args.rows, seed=args.seed, lr=args.lr, base=args.base),
+        }
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row))
