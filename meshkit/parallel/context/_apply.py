@@ -138,23 +138,24 @@ def refuse_whole_tokens(doors: Doors) -> None:
 
 
 def refuse_counted(doors: Doors, *, sequence: bool, compiled: bool, tp: int) -> None:
-    """Raises: PlanError for lines that are of all tokens, with what does not know them."""
-    if not doors.counted:
+    """Raises: PlanError for lines that are of all tokens, and for attention to what a cache gathers, with what does not know
+    them."""
+    if not doors.counted and not doors.cached:
         return
-    operator, where = min(call for each in doors.counted.values() for call in each.calls)
-    line = f"context parallelism: {operator} at {where} is of all tokens"
+    calls = [call for each in doors.counted.values() for call in each.calls]
+    what = "{} at {} is of all tokens".format(*min(calls)) if calls else "the model attends by a mask of its own"
+    line = f"context parallelism: {what}"
     if sequence:
         raise PlanError(
             f"{line}, but with sequence=True a rank of tp has some of those of its rank of cp. Use sequence=False, or a mesh "
             "without cp."
         )
     if compiled:
+        reason = "which is told by its line, and a compiled graph has none" if calls else "which no compiled graph knows"
+        raise PlanError(f"{line}, {reason}. Use compile=False, or a mesh without cp.")
+    if tp > 1 and (doors.by_hand or any(each.sums for each in doors.counted.values())):
         raise PlanError(
-            f"{line}, which is told by its line, and a compiled graph has none. Use compile=False, or a mesh without cp."
-        )
-    if tp > 1 and any(each.sums for each in doors.counted.values()):
-        raise PlanError(
-            f"{line}, and it is not known how much of what is summed over the tokens a rank of tp={tp} has. Use tp=1, or a "
+            f"{line}, and it is not known how much of what is read of all tokens a rank of tp={tp} has. Use tp=1, or a "
             "mesh without cp."
         )
 

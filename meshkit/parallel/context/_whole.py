@@ -27,6 +27,7 @@ from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
 from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
 
+GATHER_TOKENS, OWN_POSITIONS = "gather_tokens", "own_positions"
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
 Dims = Mapping[Path, int]
 Trees = dict[int | str, Any]
@@ -186,12 +187,13 @@ def masks_of_all_tokens(
     attention_mask: Tensor | None = None,
     **given: Any,
 ) -> Any:
-    """A mask of transformers for modules that run on all tokens: of those, and not of the rank's own.
+    """A mask of transformers for modules that run on all tokens: of those, and not of the rank's own. For attention by hand,
+    the rows of it that are the rank's own.
 
     make: transformers' own function for the rest. Documents and padding are no part of it: a batch with such is refused,
     for there the single-device model's mask depends on the batch.
     """
-    mask = mask_to_make()
+    mask, made = mask_to_make()
     if not isinstance(mask, SplitMask | ReadMask):
         return make(
             batch_size=batch_size,
@@ -205,13 +207,18 @@ def masks_of_all_tokens(
         raise PlanError(f"its mask is of {q_length} × {kv_length} tokens, and this rank has {mask.tokens}.")
     pattern = pattern_of(mask_function, padded=attention_mask is not None, packed=False)
     rows = mask.rows if isinstance(mask, SplitMask) and mask.rows else batch_size
-    return make(
+    of_all = make(
         batch_size=rows,
         q_length=mask.row_tokens,
         kv_length=mask.row_tokens,
         mask_function=function_of(pattern),
         **given,
     )
+    if made == "all" or not isinstance(of_all, Tensor):
+        return of_all
+    # By positions, of which padding has one too: a row of which nothing is seen would have no softmax.
+    positions = torch.arange(mask.tokens, device=of_all.device)
+    return of_all.index_select(of_all.ndim - 2, own_positions(positions, 0, mask))
 
 
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
@@ -266,3 +273,14 @@ def own_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
     """All tokens in, this rank's out. No communication."""
     own: Tensor = mask.own(tensor.movedim(dim, 1))
     return own.movedim(1, dim)
+
+
+def _as_counted(counted: Tensor, first: int, mask: Any) -> Tensor:
+    return counted
+
+
+@noted(reading=_as_counted)
+def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
+    """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
+    positions: Tensor = mask.positions.to(counted.device)
+    return (positions + first).to(counted.dtype)

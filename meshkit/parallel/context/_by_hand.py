@@ -1,0 +1,76 @@
+"""Attention that a model writes by hand, as two products: this rank's queries times the keys of all ranks, and their weights
+times the values of all ranks. Keys and values are gathered where the products stand; what lies between the two, the model's
+own mask and softmax, is of this rank's rows and all columns.
+
+It needs memory for own tokens × all tokens, as the model's own code does for all × all, and is not balanced: a kernel that
+takes a mask, or F.scaled_dot_product_attention, is better wherever the model can have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from meshkit.errors import PlanError
+from meshkit.parallel.context._whole import gather_tokens
+from meshkit.program import Operation, TensorRef, model_line, tensors
+
+PRODUCTS = ("bmm", "baddbmm")
+_KEYS = ({1}, {2})  # the dims of tokens of the two factors: queries [b T d] times keys [b d T]
+_VALUES = ({1, 2}, {1})  # weights [b T T] times values [b T d]
+
+
+def is_product(a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
+    """Whether it is of a row's tokens with one another. a, b: the same product, of two numbers of tokens."""
+    factors = zip(tensors(a.args)[-2:], tensors(b.args)[-2:], strict=True)
+    return tuple(_token_dims(one, other, tokens) for one, other in factors) in (_KEYS, _VALUES)
+
+
+def _token_dims(one: TensorRef, other: TensorRef, tokens: tuple[int, ...]) -> set[int]:
+    sizes = enumerate(zip(one.shape, other.shape, strict=True))
+    return {dim for dim, pair in sizes if pair == tokens}
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def multiply(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
+    """matmul and bmm (x, y), of which y is gathered. Wire: all-gather of y, backward reduce-scatter."""
+    x, y = _named(args, kwargs, ("input", ("other", "mat2")))
+    return func(x, _of_all_tokens(x, y, mask))
+
+
+def multiply_and_add(
+    func: Callable[..., Any], mask: Any, added: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> Any:
+    """baddbmm(added, x, y), of which y is gathered, and what is added to each key. Wire: as `multiply`, of both."""
+    x, y = _named(args, kwargs, ("batch1", ("batch2",)))
+    if added.shape[-1] == mask.tokens and added.shape[-2] == 1:
+        added = gather_tokens(added, added.ndim - 1, mask)
+    return func(added, x, _of_all_tokens(x, y, mask), beta=beta, alpha=alpha)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, tuple[str, ...]]) -> tuple[Tensor, Tensor]:
+    given = [*args, *(kwargs[name] for name in (names[0], *names[1]) if name in kwargs)]
+    x, y = given
+    return x, y
+
+
+def _of_all_tokens(x: Tensor, y: Tensor, mask: Any) -> Tensor:
+    if getattr(mask, "rows", 0) > 1:
+        raise PlanError(
+            f"context parallelism: {model_line()} attends by hand over the tokens of a row, but rows with masks of their own "
+            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+        )
+    is_keys = x.shape[-1] == y.shape[-2]
+    dim = y.ndim - (1 if is_keys else 2)
+    if y.shape[dim] != mask.tokens or not (is_keys or x.shape[-1] == mask.row_tokens):
+        raise PlanError(
+            f"context parallelism: {model_line()} was attention by hand when the model was read, but multiplies "
+            f"{tuple(x.shape)} by {tuple(y.shape)} now, and this rank has {mask.tokens} tokens. Use cp=1, or leave it to the "
+            "other axes."
+        )
+    gathered: Tensor = gather_tokens(y, dim, mask)
+    return gathered
