@@ -88,8 +88,11 @@ def use_registry(module: nn.Module, name: str = TRANSFORMERS_NAME, attention: Ca
     for child in module.modules():
         config = child.__dict__.get("config")
         if config is not None:
-            # One copy for each shared config, so that modules which share one still do.
-            config_copy = copies.setdefault(id(config), copy.copy(config))
+            # One copy for each shared config, so that modules which share one still do. With those inside of it, which the
+            # name is set on too.
+            if id(config) not in copies:
+                copies[id(config)] = copy.deepcopy(config)
+            config_copy = copies[id(config)]
             config_copy._attn_implementation = name
             child.config = config_copy  # type: ignore[assignment]  # stubs: a Tensor or Module
 
