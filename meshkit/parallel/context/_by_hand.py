@@ -1,6 +1,7 @@
 """Attention that a model writes by hand, as two products: this rank's queries times the keys of all ranks, and their weights
 times the values of all ranks. Keys and values are gathered where the products stand; what lies between the two, the model's
-own mask and softmax, is of this rank's rows and all columns.
+own mask and softmax, is of this rank's rows and all columns. So are masks where a line makes one of a row's tokens with one
+another: a triangle of a constant, or what is cut out of a buffer.
 
 It needs memory for own tokens × all tokens, as the model's own code does for all × all, and is not balanced: a kernel that
 takes a mask, or F.scaled_dot_product_attention, is better wherever the model can have it.
@@ -14,10 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from meshkit.errors import PlanError
-from meshkit.parallel.context._whole import gather_tokens
+from meshkit.parallel.context._whole import gather_tokens, own_rows
 from meshkit.program import Operation, TensorRef, model_line, tensors
 
 PRODUCTS = ("bmm", "baddbmm")
+CONSTANTS = ("ones", "zeros", "full")
+TRIANGLES = ("tril", "triu")
+CUT = "slice"
+PAIRS = (*CONSTANTS, *TRIANGLES, CUT)
 _KEYS = ({1}, {2})  # the dims of tokens of the two factors: queries [b T d] times keys [b d T]
 _VALUES = ({1, 2}, {1})  # weights [b T T] times values [b T d]
 
@@ -26,6 +31,15 @@ def is_product(a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
     """Whether it is of a row's tokens with one another. a, b: the same product, of two numbers of tokens."""
     factors = zip(tensors(a.args)[-2:], tensors(b.args)[-2:], strict=True)
     return tuple(_token_dims(one, other, tokens) for one, other in factors) in (_KEYS, _VALUES)
+
+
+def is_of_pairs(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool | None:
+    """Whether its result has a row and a column for each token; None for a cut of a buffer that is another's first or last."""
+    (one,), (other,) = tensors(a.outputs), tensors(b.outputs)
+    dims = _token_dims(one, other, tokens)
+    if name == CUT and len(dims) < 2:
+        return None
+    return dims == {len(one.shape) - 2, len(one.shape) - 1}
 
 
 def _token_dims(one: TensorRef, other: TensorRef, tokens: tuple[int, ...]) -> set[int]:
@@ -50,6 +64,43 @@ def multiply_and_add(
     if added.shape[-1] == mask.tokens and added.shape[-2] == 1:
         added = gather_tokens(added, added.ndim - 1, mask)
     return func(added, x, _of_all_tokens(x, y, mask), beta=beta, alpha=alpha)
+
+
+def constant(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.ones, zeros and full (size, ...) of all tokens with one another."""
+
+    def sized(size: Any) -> Any:
+        if isinstance(size, (tuple, list)):
+            return tuple(map(sized, size))
+        return mask.row_tokens if size == mask.tokens else size
+
+    # The second argument of full is the value.
+    first, rest = (1, args[1:]) if func.__name__ == "full" else (len(args), ())
+    named = {name: sized(value) if name == "size" else value for name, value in kwargs.items()}
+    return func(*map(sized, args[:first]), *rest, **named)
+
+
+def triangle(func: Callable[..., Any], mask: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """tril and triu: this rank's rows of the mask of all tokens."""
+    if tuple(x.shape[-2:]) != (mask.row_tokens, mask.row_tokens):
+        raise PlanError(
+            f"context parallelism: {func.__name__} at {model_line()} is of {tuple(x.shape)}, and a row has {mask.row_tokens} "
+            "tokens. Use cp=1, or leave it to the other axes."
+        )
+    rows: Tensor = own_rows(func(x, *args, **kwargs), mask)
+    return rows
+
+
+def cut(func: Callable[..., Any], mask: Any, x: Tensor, index: Any) -> Any:
+    """tensor[..., :tokens, :tokens] of a mask that the model keeps."""
+    sizes = (mask.tokens, mask.row_tokens)
+    each = list(index) if isinstance(index, tuple) else [index]
+    places = [place for place, part in enumerate(each) if isinstance(part, slice) and part.stop in sizes]
+    if len(places) != 2:
+        return func(x, index)
+    for place in places:
+        each[place] = slice(None, mask.row_tokens)
+    return own_rows(func(x, tuple(each)), mask)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, tuple[str, ...]]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,20 @@ from meshkit.core.collectives import all_reduce
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
-from meshkit.parallel.context._by_hand import PRODUCTS, is_product, multiply, multiply_and_add
+from meshkit.parallel.context._by_hand import (
+    CONSTANTS,
+    CUT,
+    PAIRS,
+    PRODUCTS,
+    TRIANGLES,
+    constant,
+    cut,
+    is_of_pairs,
+    is_product,
+    multiply,
+    multiply_and_add,
+    triangle,
+)
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
@@ -73,7 +86,10 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         if name not in _NAMES:
             continue
         call = name, a.where
-        if not _of_tokens(name, a, b, tokens):
+        about = _of_tokens(name, a, b, tokens)
+        if about is None:
+            continue
+        if not about:
             others.add(call)
             continue
         module = full.calls[a.call].name
@@ -93,8 +109,8 @@ def _row_tokens(trace: Trace) -> int:
     return next(int(ref.shape[1]) for ref in tensors(dict(trace.inputs)) if len(ref.shape) > 1)
 
 
-def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
-    """Whether an operator reads the number of tokens, or sums over them."""
+def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool | None:
+    """Whether an operator reads the number of tokens, or sums over them; None for one that is neither's."""
     if name == "arange":
         (first, after, step), (other_first, other_after, other_step) = _range(a), _range(b)
         whole = (after - first, other_after - other_first) == tokens
@@ -104,6 +120,8 @@ def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -
         return not any(isinstance(each, TensorRef) for each in numbers) and numbers == tokens
     if name in PRODUCTS:
         return is_product(a, b, tokens)
+    if name in PAIRS:
+        return is_of_pairs(name, a, b, tokens)
     refs, others = tensors(a.args), tensors(b.args)
     dims = a.args[1] if len(a.args) > 1 else None
     if name == _RUNNING:  # of whole numbers, which are few and have no gradient
@@ -283,7 +301,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 _MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positions
 _SUMS = ("sum", "mean")
 _RUNNING = "cumsum"
-_NAMES = ("arange", "mul", "div", *_SUMS, _RUNNING, *PRODUCTS)
+_NAMES = ("arange", "mul", "div", *_SUMS, _RUNNING, *PRODUCTS, *PAIRS)
 _MEANING = {
     "arange": "positions of a rank's own tokens",
     "mul": "the number of tokens is that of a row",
@@ -292,6 +310,7 @@ _MEANING = {
     "mean": "summed over the ranks",
     "cumsum": "its whole numbers are gathered",
     **dict.fromkeys(PRODUCTS, "attention by hand, whose keys and values are gathered"),
+    **dict.fromkeys(PAIRS, "a mask of which a rank has its rows"),
 }
 _RUN: dict[str, Callable[..., Any]] = {
     "arange": _arange,
@@ -302,6 +321,9 @@ _RUN: dict[str, Callable[..., Any]] = {
     "cumsum": _running_sum,
     "bmm": multiply,
     "baddbmm": multiply_and_add,
+    **dict.fromkeys(CONSTANTS, constant),
+    **dict.fromkeys(TRIANGLES, triangle),
+    CUT: cut,
 }
 # By the name that torch's functions have in Python.
 _OPERATORS = {
@@ -310,6 +332,8 @@ _OPERATORS = {
     "mean": "mean",
     "cumsum": "cumsum",
     "baddbmm": "baddbmm",
+    **{name: name for name in (*CONSTANTS, *TRIANGLES)},
+    "__getitem__": CUT,
     **dict.fromkeys(("bmm", "matmul", "__matmul__"), "bmm"),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "div"),

@@ -214,11 +214,7 @@ def masks_of_all_tokens(
         mask_function=function_of(pattern),
         **given,
     )
-    if made == "all" or not isinstance(of_all, Tensor):
-        return of_all
-    # By positions, of which padding has one too: a row of which nothing is seen would have no softmax.
-    positions = torch.arange(mask.tokens, device=of_all.device)
-    return of_all.index_select(of_all.ndim - 2, own_positions(positions, 0, mask))
+    return own_rows(of_all, mask) if made == "own rows" and isinstance(of_all, Tensor) else of_all
 
 
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
@@ -284,3 +280,10 @@ def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
     """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
     positions: Tensor = mask.positions.to(counted.device)
     return (positions + first).to(counted.dtype)
+
+
+def own_rows(of_all: Tensor, mask: Any) -> Tensor:
+    """This rank's rows of a mask [..., tokens, tokens]. What fills a rank up has those of the first token: of a row that sees
+    nothing there is no softmax."""
+    positions = torch.arange(mask.tokens, device=of_all.device)
+    return of_all.index_select(of_all.ndim - 2, own_positions(positions, 0, mask))
