@@ -181,7 +181,7 @@ def _convolution(operation: Operation) -> Dims:
 
 def _gather(operation: Operation) -> Dims:
     """gather: (tensor, dim, index). Along dim every output reads the tensor where its own index says."""
-    (tensor, index, *_), (out, *_) = _shapes(operation)
+    (tensor, index, *_), _ = _shapes(operation)
     ndim = len(tensor.shape)
     dim = operation.args[1] % ndim if ndim else 0
     names = _letters(ndim)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from meshkit.errors import PlanError
-from meshkit.parallel.context._whole import gather_tokens, own_rows
+from meshkit.parallel.context._whole import gather_keys, gather_tokens, own_rows
 from meshkit.program import Operation, TensorRef, model_line, tensors
 
 PRODUCTS = ("bmm", "baddbmm")
@@ -34,7 +34,7 @@ def is_product(a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
 
 
 def is_of_pairs(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool | None:
-    """Whether its result has a row and a column for each token; None for a cut of a buffer that is another's first or last."""
+    """Whether its result has a row and a column for each token; None for a cut of a buffer with one of the two."""
     (one,), (other,) = tensors(a.outputs), tensors(b.outputs)
     dims = _token_dims(one, other, tokens)
     if name == CUT and len(dims) < 2:
@@ -110,11 +110,6 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, tupl
 
 
 def _of_all_tokens(x: Tensor, y: Tensor, mask: Any) -> Tensor:
-    if getattr(mask, "rows", 0) > 1:
-        raise PlanError(
-            f"context parallelism: {model_line()} attends by hand over the tokens of a row, but rows with masks of their own "
-            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
     is_keys = x.shape[-1] == y.shape[-2]
     dim = y.ndim - (1 if is_keys else 2)
     if y.shape[dim] != mask.tokens or not (is_keys or x.shape[-1] == mask.row_tokens):
@@ -123,5 +118,4 @@ def _of_all_tokens(x: Tensor, y: Tensor, mask: Any) -> Tensor:
             f"{tuple(x.shape)} by {tuple(y.shape)} now, and this rank has {mask.tokens} tokens. Use cp=1, or leave it to the "
             "other axes."
         )
-    gathered: Tensor = gather_tokens(y, dim, mask)
-    return gathered
+    return gather_keys(y, dim, mask)

@@ -1,5 +1,5 @@
-"""Attention that adds a mask of its own to its scores, through the cache that transformers' models decode with: what a decoding
-step reads as the keys and values of the past, a rank reads as those of all ranks.
+"""Attention that adds a mask of its own to its scores, through the cache that transformers' models decode with: what a
+decoding step reads as the keys and values of the past, a rank reads as those of all ranks.
 
 A model hands its new keys and values to `cache.update` and attends to what comes back, so this is where they are gathered,
 with few heads and before anything is computed with pairs of tokens. The model's code for pairs is its own: it takes the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.context._foreign import is_transformers, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import gather_tokens
+from meshkit.parallel.context._whole import gather_keys
 
 
 def takes_cache(model: nn.Module) -> bool:
@@ -44,13 +44,26 @@ def not_kept(model: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if takes else {}
 
 
+def notes_of_cache(names: Sequence[str], ranks: int) -> list[str]:
+    """names: of modules that attend to what a cache gives back."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"cp={ranks}: {names[0]}{more} attend by a mask of the model's own, to keys and values that are gathered: scores of "
+        "a rank's own tokens with all, not balanced"
+    ]
+
+
 @functools.cache
 def _cache_of_ranks() -> type[Any]:
     """Of a function: `import meshkit` needs no transformers."""
     from transformers import Cache
 
     class CacheOfRanks(Cache):
-        """Keeps nothing. Wire: all-gather of keys and of values, backward reduce-scatter."""
+        """Wire: all-gather of keys and of values, backward reduce-scatter."""
+
+        keeps_nothing = True  # so a forward that runs again in backward may have it
 
         def __init__(self) -> None:
             super().__init__(layers=[])
@@ -85,15 +98,4 @@ def _of_all_tokens(x: Tensor, dim: int) -> Tensor:
     mask = mask_of_forward()
     if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
         return x  # inside of a module that runs on all tokens
-    if getattr(mask, "rows", 0) > 1:
-        raise PlanError(
-            "context parallelism: attention with a mask of the model's own is over the tokens of a row, but rows with masks of "
-            "their own are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
-    if x.shape[dim] != mask.tokens:
-        raise PlanError(
-            f"context parallelism: a cache is given {x.shape[dim]} keys, but this rank has {mask.tokens} tokens. Use cp=1, or "
-            "leave it to the other axes."
-        )
-    gathered: Tensor = gather_tokens(x, dim, mask).contiguous()  # as a cache gives it
-    return gathered
+    return gather_keys(x, dim, mask).contiguous()  # as a cache gives it

@@ -124,7 +124,7 @@ def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -
         return is_of_pairs(name, a, b, tokens)
     refs, others = tensors(a.args), tensors(b.args)
     dims = a.args[1] if len(a.args) > 1 else None
-    if name == _RUNNING:  # of whole numbers, which are few and have no gradient
+    if name == _RUNNING and isinstance(dims, int):  # of whole numbers, which are few and have no gradient
         return not refs[0].dtype.is_floating_point and (refs[0].shape[dims], others[0].shape[dims]) == tokens
     if not isinstance(dims, list) or len(dims) != 1 or not refs[0].dtype.is_floating_point or a.kwargs:
         return False

@@ -25,7 +25,7 @@ from meshkit.parallel.context._foreign import following, mask_of_forward, mask_t
 from meshkit.parallel.context._pattern import function_of, pattern_of
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
-from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
+from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved, model_line
 
 GATHER_TOKENS, OWN_POSITIONS = "gather_tokens", "own_positions"
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
@@ -280,6 +280,25 @@ def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
     """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
     positions: Tensor = mask.positions.to(counted.device)
     return (positions + first).to(counted.dtype)
+
+
+def gather_keys(tensor: Tensor, dim: int, mask: Any) -> Tensor:
+    """As `gather_tokens`, of what every token of a row is multiplied with.
+
+    Raises: PlanError for rows that are laid end to end, and for a tensor that is not of this rank's tokens.
+    """
+    if getattr(mask, "rows", 0) > 1:
+        raise PlanError(
+            f"context parallelism: {model_line()} attends by hand over the tokens of a row, but rows with masks of their own "
+            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+        )
+    if tensor.shape[dim] != mask.tokens:
+        raise PlanError(
+            f"context parallelism: {model_line()} attends to {tensor.shape[dim]} keys, but this rank has {mask.tokens} "
+            "tokens. Use cp=1, or leave it to the other axes."
+        )
+    gathered: Tensor = gather_tokens(tensor, dim, mask)
+    return gathered
 
 
 def own_rows(of_all: Tensor, mask: Any) -> Tensor:

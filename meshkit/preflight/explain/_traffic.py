@@ -66,8 +66,10 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
             "values come out of a latent."
         )
     patterns = {call.module: call.pattern for call in calls or ()}
+    gathers = rank_model.resolved.reading[1].gathers
     for module, heads in layers.items():
-        if f"{module}.".startswith(whole):
+        by_hand = module in gathers and module not in patterns
+        if by_hand or f"{module}.".startswith(whole):
             continue
         shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
         yield module, replace(shape, rows=batch.rows), batch.layout.seen_by(patterns.get(module))
