@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
+from meshkit.parallel.context._by_hand import gather_keys
 from meshkit.parallel.context._foreign import is_transformers, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import gather_keys
 
 
 def takes_cache(model: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from meshkit.errors import PlanError
 from meshkit.parallel.context._by_hand import (
     CONSTANTS,
     CUT,
+    OWN_POSITIONS,
     PAIRS,
     PRODUCTS,
     TRIANGLES,
@@ -37,12 +38,13 @@ from meshkit.parallel.context._by_hand import (
     is_product,
     multiply,
     multiply_and_add,
+    own_positions,
     triangle,
 )
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import OWN_POSITIONS, gather_tokens, own_positions, own_tokens
+from meshkit.parallel.context._whole import gather_tokens, own_tokens
 from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
 
 SUM_TOKENS = "sum_tokens"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from meshkit.core.patch_class import patch_class
+from meshkit.parallel.context._by_hand import masks_of_own_rows
 from meshkit.parallel.context._cache import with_cache
 from meshkit.parallel.context._counted import Counted
 from meshkit.parallel.context._foreign import (
-    MasksMade,
     follow_patterns,
     is_transformers,
     use_masks,
@@ -22,7 +22,7 @@ from meshkit.parallel.context._foreign import (
     with_mask_set,
 )
 from meshkit.parallel.context._pattern import Pattern
-from meshkit.parallel.context._whole import Whole, masks_of_all_tokens
+from meshkit.parallel.context._whole import Whole
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ class Doors:
             counted.open(module)
         for each in self.whole.values():
             each.open(module)
-        makes_masks: MasksMade = "no"
-        if (self.whole or self.by_hand) and not self.registry and is_transformers(module):
-            makes_masks = "own rows" if self.by_hand else "all"
-            use_masks(masks_of_all_tokens)
+        makes_masks = self.by_hand and not self.registry and is_transformers(module)
+        if makes_masks:
+            use_masks(masks_of_own_rows)
         if self != Doors(calls=self.calls) or not takes:
             hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
             forward = with_mask_set(

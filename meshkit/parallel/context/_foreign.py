@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,15 +35,12 @@ class Attending(Protocol):
 _running: ContextVar[Attending | None] = ContextVar("split mask", default=None)
 
 
-MasksMade = Literal["no", "all", "own rows"]
-
-# Whether that forward has masks made by transformers' own functions: of all tokens, for modules that run on all of them; or
-# their rows that are a rank's own, for attention by hand.
-_makes_masks: ContextVar[MasksMade] = ContextVar("masks of all tokens", default="no")
+# Whether that forward has masks made by transformers' own functions: a rank's rows of them, for attention by hand.
+_makes_masks: ContextVar[bool] = ContextVar("masks of own rows", default=False)
 
 
 @contextmanager
-def following(mask: Attending, *, makes_masks: MasksMade = "no") -> Iterator[None]:
+def following(mask: Attending, *, makes_masks: bool = False) -> Iterator[None]:
     """Inside, it is the mask of the forward."""
     tokens = _running.set(mask), _makes_masks.set(makes_masks)
     try:
@@ -53,10 +50,9 @@ def following(mask: Attending, *, makes_masks: MasksMade = "no") -> Iterator[Non
         _makes_masks.reset(tokens[1])
 
 
-def mask_to_make() -> tuple[Attending | None, MasksMade]:
-    """The mask of the forward, where masks are made of all tokens, and whether of its own rows only."""
-    made = _makes_masks.get()
-    return (None if made == "no" else _running.get()), made
+def mask_to_make() -> Attending | None:
+    """The mask of the forward, where masks of its own rows are made."""
+    return _running.get() if _makes_masks.get() else None
 
 
 def mask_of_forward() -> Attending:
@@ -175,10 +171,10 @@ def _transformers_attention(
 
 
 def with_mask_set(
-    forward: Callable[..., Any], *, hand_on: bool = False, positions: bool = True, makes_masks: MasksMade = "no"
+    forward: Callable[..., Any], *, hand_on: bool = False, positions: bool = True, makes_masks: bool = False
 ) -> Callable[..., Any]:
     """The forward, and what it calls can ask for the mask. hand_on: to a forward that takes it among others. positions:
-    whether a forward that takes position_ids is given them. makes_masks: of all tokens."""
+    whether a forward that takes position_ids is given them. makes_masks: of its own rows."""
     # `split_batch` puts the mask among the model's inputs; a model that knows none must not be given it. Nor positions.
     parameters = inspect.signature(forward).parameters
     takes_mask = hand_on or "mask" in parameters

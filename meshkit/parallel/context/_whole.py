@@ -20,14 +20,12 @@ from meshkit.core import _torch
 from meshkit.core.collectives import gather_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
-from meshkit.errors import PlanError
-from meshkit.parallel.context._foreign import following, mask_of_forward, mask_to_make
-from meshkit.parallel.context._pattern import function_of, pattern_of
+from meshkit.parallel.context._foreign import following, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
-from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved, model_line
+from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
 
-GATHER_TOKENS, OWN_POSITIONS = "gather_tokens", "own_positions"
+GATHER_TOKENS = "gather_tokens"
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
 Dims = Mapping[Path, int]
 Trees = dict[int | str, Any]
@@ -177,46 +175,6 @@ def _refs(trees: Trees) -> dict[Path, TensorRef]:
 # --------------------------------------------------------------------------------------------------------- running
 
 
-def masks_of_all_tokens(
-    make: Callable[..., Any],
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
-    **given: Any,
-) -> Any:
-    """A mask of transformers for modules that run on all tokens: of those, and not of the rank's own. For attention by hand,
-    the rows of it that are the rank's own.
-
-    make: transformers' own function for the rest. Documents and padding are no part of it: a batch with such is refused,
-    for there the single-device model's mask depends on the batch.
-    """
-    mask, made = mask_to_make()
-    if not isinstance(mask, SplitMask | ReadMask):
-        return make(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **given,
-        )
-    if q_length != mask.tokens or kv_length != mask.tokens:
-        raise PlanError(f"its mask is of {q_length} × {kv_length} tokens, and this rank has {mask.tokens}.")
-    pattern = pattern_of(mask_function, padded=attention_mask is not None, packed=False)
-    rows = mask.rows if isinstance(mask, SplitMask) and mask.rows else batch_size
-    of_all = make(
-        batch_size=rows,
-        q_length=mask.row_tokens,
-        kv_length=mask.row_tokens,
-        mask_function=function_of(pattern),
-        **given,
-    )
-    return own_rows(of_all, mask) if made == "own rows" and isinstance(of_all, Tensor) else of_all
-
-
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
     @functools.wraps(forward)
     def on_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -269,40 +227,3 @@ def own_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
     """All tokens in, this rank's out. No communication."""
     own: Tensor = mask.own(tensor.movedim(dim, 1))
     return own.movedim(1, dim)
-
-
-def _as_counted(counted: Tensor, first: int, mask: Any) -> Tensor:
-    return counted
-
-
-@noted(reading=_as_counted)
-def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
-    """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
-    positions: Tensor = mask.positions.to(counted.device)
-    return (positions + first).to(counted.dtype)
-
-
-def gather_keys(tensor: Tensor, dim: int, mask: Any) -> Tensor:
-    """As `gather_tokens`, of what every token of a row is multiplied with.
-
-    Raises: PlanError for rows that are laid end to end, and for a tensor that is not of this rank's tokens.
-    """
-    if getattr(mask, "rows", 0) > 1:
-        raise PlanError(
-            f"context parallelism: {model_line()} attends by hand over the tokens of a row, but rows with masks of their own "
-            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
-    if tensor.shape[dim] != mask.tokens:
-        raise PlanError(
-            f"context parallelism: {model_line()} attends to {tensor.shape[dim]} keys, but this rank has {mask.tokens} "
-            "tokens. Use cp=1, or leave it to the other axes."
-        )
-    gathered: Tensor = gather_tokens(tensor, dim, mask)
-    return gathered
-
-
-def own_rows(of_all: Tensor, mask: Any) -> Tensor:
-    """This rank's rows of a mask [..., tokens, tokens]. What fills a rank up has those of the first token: of a row that sees
-    nothing there is no softmax."""
-    positions = torch.arange(mask.tokens, device=of_all.device)
-    return of_all.index_select(of_all.ndim - 2, own_positions(positions, 0, mask))
