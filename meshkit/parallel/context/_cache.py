@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.parallel.context._by_hand import gather_keys
 from meshkit.parallel.context._foreign import is_transformers, mask_of_forward
-from meshkit.parallel.context._read_attention import ReadMask
-from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._whole import is_split
 
 
 def takes_cache(model: nn.Module) -> bool:
@@ -28,10 +27,12 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def with_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model whose tokens are split, which is given the cache, and returns none."""
+    """The forward of a model whose tokens are split, which is given the cache, and returns none; not in generation."""
 
     @functools.wraps(forward)
     def forward_with_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_split(mask_of_forward()):
+            return forward(self, *args, **kwargs)
         return forward(self, *args, **{**kwargs, **not_kept(self), "past_key_values": _cache_of_ranks()()})
 
     return forward_with_cache
@@ -96,6 +97,5 @@ def _cache_of_ranks() -> type[Any]:
 
 def _of_all_tokens(x: Tensor, dim: int) -> Tensor:
     mask = mask_of_forward()
-    if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
-        return x  # inside of a module that runs on all tokens
-    return gather_keys(x, dim, mask).contiguous()  # as a cache gives it
+    # As a cache gives it.
+    return gather_keys(x, dim, mask).contiguous() if is_split(mask) else x

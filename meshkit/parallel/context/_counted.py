@@ -44,7 +44,7 @@ from meshkit.parallel.context._by_hand import (
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import gather_tokens, own_tokens
+from meshkit.parallel.context._whole import gather_tokens, is_split, own_tokens
 from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
 
 SUM_TOKENS = "sum_tokens"
@@ -168,8 +168,8 @@ def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[str, str], ..
     @functools.wraps(forward)
     def with_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
-        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
-            return forward(self, *args, **kwargs)  # this rank has all tokens: inside of what is whole, or in generation
+        if not is_split(mask):
+            return forward(self, *args, **kwargs)
         with _Lines(frozenset(calls), mask):
             return forward(self, *args, **kwargs)
 

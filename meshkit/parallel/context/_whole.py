@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -175,12 +175,16 @@ def _refs(trees: Trees) -> dict[Path, TensorRef]:
 # --------------------------------------------------------------------------------------------------------- running
 
 
+def is_split(mask: object) -> TypeGuard[SplitMask | ReadMask]:
+    """Whether the rank has a part of the tokens. In generation, and inside of a module that is whole, it has all."""
+    return isinstance(mask, SplitMask) or (isinstance(mask, ReadMask) and mask.ranks > 1)
+
+
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
     @functools.wraps(forward)
     def on_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
-        # Of generation, or inside of a module that is whole: the rank has all tokens.
-        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
+        if not is_split(mask):
             return forward(self, *args, **kwargs)
         inside = AllTokens(mask) if isinstance(mask, SplitMask) else mask.of_all_tokens()
 
