@@ -31,6 +31,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
     _add_sums(log, rank_model, batch)
+    _add_gathers(log, rank_model, batch)
     for module, shape, layout in _attentions(rank_model, batch):
         if not rank_model.runs(module):
             continue
@@ -65,8 +66,10 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
             "values come out of a latent."
         )
     patterns = {call.module: call.pattern for call in calls or ()}
+    gathers = rank_model.resolved.reading[1].gathers
     for module, heads in layers.items():
-        if f"{module}.".startswith(whole):
+        by_hand = module in gathers and module not in patterns
+        if by_hand or f"{module}.".startswith(whole):
             continue
         shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
         yield module, replace(shape, rows=batch.rows), batch.layout.seen_by(patterns.get(module))
@@ -104,6 +107,21 @@ def _add_sums(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None
             log.add("cp", "all_reduce", size, "sums over the tokens, forward", module=module)
             log.add("cp", "all_reduce", size, "sums over the tokens, recompute", int(again), module=module)
             log.add("cp", "all_reduce", size, "sums over the tokens, backward", int(trains), module=module)
+
+
+def _add_gathers(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """What lines gather that are about all tokens, and what a cache does: keys and values."""
+    assert batch.layout is not None
+    tokens = max(batch.layout.lengths) * rank_model.spec.cp
+    for module, gathers in rank_model.resolved.reading[1].gathers.items():
+        if not rank_model.runs(module):
+            continue
+        again = not rank_model.treatment(module).recompute.keeps("collective")
+        for each in gathers:
+            size = each.size(batch.rows, tokens, rank_model.compute)
+            log.add("cp", "all_gather", size, "keys, values and counts, forward", module=module)
+            log.add("cp", "all_gather", size, "keys, values and counts, recompute", int(again), module=module)
+            log.add("cp", "reduce_scatter", size, "keys, values and counts, backward", int(each.trains), module=module)
 
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
