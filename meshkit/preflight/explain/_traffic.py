@@ -97,7 +97,7 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
 
 
 def _add_lines(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
-    """What lines send that are about all tokens, sums, or keys, values and counts that are gathered, and what a cache does."""
+    """What lines send that are about all tokens: sums, or keys, values and counts to gather; and what a cache gathers."""
     assert batch.layout is not None
     tokens = max(batch.layout.lengths) * rank_model.spec.cp
     for module, sent in rank_model.resolved.reading[1].sent.items():
