@@ -52,12 +52,10 @@ SUM_TOKENS = "sum_tokens"
 
 @dataclass(frozen=True)
 class Counted:
-    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE). sums: (elements of a row, dtype,
-    whether it has a gradient) of each sum over the tokens that a forward makes."""
+    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE)."""
 
     module: str
     calls: frozenset[tuple[str, str]]
-    sums: tuple[tuple[int, torch.dtype, bool], ...] = ()
 
     @property
     def by_hand(self) -> bool:
@@ -68,10 +66,6 @@ class Counted:
         module = model.get_submodule(self.module)
         patch_class(module, forward=_of_all_tokens(type(module).forward, tuple(sorted(self.calls))))
 
-    def sent(self, rows: int, compute: torch.dtype) -> list[tuple[int, bool]]:
-        """(bytes, whether the gradient is summed too) of each all-reduce of one forward."""
-        return [(rows * count * _wide(compute).itemsize, trains) for count, _, trains in self.sums]
-
 
 def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
     """By module. full, wider: the single-device model's program on two numbers of tokens."""
@@ -79,7 +73,6 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         return {}
     tokens = tuple(_row_tokens(each) for each in (full, wider))
     found: dict[str, set[tuple[str, str]]] = {}
-    sums: dict[str, list[tuple[int, torch.dtype, bool]]] = {}
     others: set[tuple[str, str]] = set()  # the same line does the same with something else too
     for a, b in zip(full.operations, wider.operations, strict=True):
         if isinstance(a.op, str) or a.name != b.name or a.where.startswith(_MASKS):
@@ -94,17 +87,9 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         if not about:
             others.add(call)
             continue
-        module = full.calls[a.call].name
-        found.setdefault(module, set()).add(call)
-        if name in _SUMS:
-            (out,) = tensors(a.outputs)
-            sums.setdefault(module, []).append((torch.Size(out.shape).numel(), out.dtype, a.trains))
+        found.setdefault(full.calls[a.call].name, set()).add(call)
     # All or nothing of a line: which of its calls is meant could not be told when it runs.
-    return {
-        module: Counted(module, frozenset(calls - others), tuple(sums.get(module, ())))
-        for module, calls in found.items()
-        if calls - others
-    }
+    return {module: Counted(module, frozenset(calls - others)) for module, calls in found.items() if calls - others}
 
 
 def _row_tokens(trace: Trace) -> int:
@@ -220,6 +205,9 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     dim = args[0] if args else kwargs.get("dim")
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if x.shape[only] == mask.row_tokens:  # of attention by hand, whose columns are all tokens
+        of_columns: Tensor = func(x, *args, **kwargs)
+        return of_columns
     _refuse_other_size("a sum", x.shape[only], mask)
     total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
     return total
@@ -275,7 +263,7 @@ def sum_tokens(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Ten
             "end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
         )
     # What fills a rank up is no token.
-    local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=_wide(x.dtype))
+    local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=wide(x.dtype))
     total: Tensor = _SumOverAxis.apply(local, mask.axis)
     return (total / mask.row_tokens if mean else total).to(x.dtype)
 
@@ -296,7 +284,7 @@ class _SumOverAxis(torch.autograd.Function):
         return _SumOverAxis.apply(grad, ctx.axis), None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from meshkit.core.patch_class import patch_class
 from meshkit.parallel.context._by_hand import masks_of_own_rows
 from meshkit.parallel.context._cache import with_cache
-from meshkit.parallel.context._counted import Counted
+from meshkit.parallel.context._counted import Counted, wide
 from meshkit.parallel.context._foreign import (
     follow_patterns,
     is_transformers,
@@ -37,15 +37,19 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Gather:
-    """A tensor whose tokens every rank gathers. elements: of a token. trains: whether it has a gradient to be scattered."""
+class Sent:
+    """A message of a line. gather: every rank gathers the tokens of a tensor; else a sum over them is summed over the ranks.
+    elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too."""
 
+    gather: bool
     elements: int
     dtype: torch.dtype
     trains: bool
 
     def size(self, rows: int, tokens: int, compute: torch.dtype) -> int:
-        """Bytes of the gathered tensor. tokens: of the longest rank, times the ranks."""
+        """Bytes of the gathered tensor, or of the sum. tokens: of the longest rank, times the ranks."""
+        if not self.gather:
+            return rows * self.elements * wide(compute).itemsize
         return rows * tokens * self.elements * (compute if self.dtype.is_floating_point else self.dtype).itemsize
 
 
@@ -54,7 +58,7 @@ class Doors:
     """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
     scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. cached: the model
     attends by itself to what a cache gives back. None of them: the forward takes `mask`. whole: modules that run on all
-    tokens, on every rank. counted: lines of modules that are about all tokens. gathers: what a forward gathers there, by
+    tokens, on every rank. counted: lines of modules that are about all tokens. sent: what a forward sends there, by
     module. positions: whether position_ids of the split are handed to a model that could count them itself. calls: of
     attention, in order, where it was read."""
 
@@ -64,7 +68,7 @@ class Doors:
     whole: Mapping[str, Whole] = field(default_factory=dict)
     counted: Mapping[str, Counted] = field(default_factory=dict)
     cached: bool = False
-    gathers: Mapping[str, tuple[Gather, ...]] = field(default_factory=dict)
+    sent: Mapping[str, tuple[Sent, ...]] = field(default_factory=dict)
     positions: bool = True
     calls: tuple[Attention, ...] | None = None
 

@@ -19,8 +19,8 @@ from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
 from meshkit.errors import PlanError
 from meshkit.parallel.context._cache import not_kept, takes_cache
-from meshkit.parallel.context._counted import counted_in, positions_known
-from meshkit.parallel.context._doors import Attention, Doors, Gather
+from meshkit.parallel.context._counted import SUM_TOKENS, counted_in, positions_known
+from meshkit.parallel.context._doors import Attention, Doors, Sent
 from meshkit.parallel.context._foreign import (
     is_transformers,
 )
@@ -172,7 +172,7 @@ class Reader:
         while True:
             try:
                 self._prove(full, doors, call, _TOKENS)
-                return replace(doors, gathers=self._gathers(doors, call))
+                return replace(doors, sent=self._sent(doors, call))
             except (Unproved, ReadingError) as error:
                 if not replicate or not (found := self._whole_around(error, full, doors, call)):
                     raise
@@ -180,19 +180,20 @@ class Reader:
                 kept = {name: each for name, each in doors.whole.items() if name not in inside}
                 doors = replace(doors, whole={**kept, **found})
 
-    def _gathers(self, doors: Doors, call: Call) -> dict[str, tuple[Gather, ...]]:
-        """What a rank gathers by lines and by its cache; modules that run on all tokens know of theirs."""
-        found: dict[str, tuple[Gather, ...]] = {}
+    def _sent(self, doors: Doors, call: Call) -> dict[str, tuple[Sent, ...]]:
+        """What a rank sends by lines and by its cache; modules that run on all tokens know of theirs."""
+        found: dict[str, tuple[Sent, ...]] = {}
         if not (doors.counted or doors.cached):
             return found
         own = len(_TOKENS[0])
         rank = self._on_rank(doors, call, own)
         for operation in rank.operations:
             name = rank.calls[operation.call].name
-            if operation.name == GATHER_TOKENS and name not in doors.whole:
-                (ref,) = tensors(operation.args)
-                each = Gather(torch.Size(ref.shape).numel() // own, ref.dtype, operation.trains)
-                found[name] = (*found.get(name, ()), each)
+            gathers = operation.name == GATHER_TOKENS
+            if name not in doors.whole and (gathers or operation.name == SUM_TOKENS):
+                (ref,) = tensors(operation.args) if gathers else tensors(operation.outputs)
+                count = torch.Size(ref.shape).numel() // (own if gathers else 1)
+                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains))
         return found
 
     def _wider(self, doors: Doors, call: Call) -> Trace:

@@ -114,7 +114,7 @@ def explain_resolved(
     choices += notes_of(resolved.reading[1].whole, spec.cp)
     doors = resolved.reading[1]
     choices += notes_of_counted(doors.counted, spec.cp)
-    choices += notes_of_cache(list(doors.gathers), spec.cp) if doors.cached else []
+    choices += notes_of_cache(list(doors.sent), spec.cp) if doors.cached else []
     for indices, batch in batches:
         log.microbatches = indices
         _add_microbatch(log, rank_model, batch)

@@ -159,7 +159,7 @@ def test_the_lines_are_named_and_with_what_does_not_know_them_refused() -> None:
     doors = resolve(read_program(Model("triangle")), Strategy(plan=PLAN), MeshSpec(cp=2)).reading[1]
     said = {note.partition(" at ")[0].partition("cp=2: ")[2] for note in notes_of_counted(doors.counted, 2)}
     assert said == {"cumsum", "bmm", "ones", "tril"}
-    elements = {name: [each.elements for each in found] for name, found in doors.gathers.items()}
+    elements = {name: [each.elements for each in found] for name, found in doors.sent.items()}
     assert elements == {"": [1], "blocks.0.attn": [16, 16], "blocks.1.attn": [16, 16]}
     none: dict[str, Any] = {"sequence": False, "compiled": False, "tp": 1}
     for given, text in (
