@@ -33,7 +33,7 @@ class Prices:
         self.cluster, self.spec = cluster, spec
         self._kernels: dict[Op, float] = {}
         self._calls: dict[tuple[str, str, int], float] = {}
-        self._parts: dict[tuple[int, tuple[Call, ...]], PartSeconds] = {}
+        self._parts: dict[tuple[int, int], tuple[PartSeconds, Part]] = {}
 
     def kernel_s(self, op: Op) -> float:
         if op not in self._kernels:
@@ -48,11 +48,11 @@ class Prices:
         return self._calls[key] * call.count
 
     def part(self, part: Part) -> PartSeconds:
-        """Equal profiles are priced once."""
-        key = id(part.profile), part.calls
+        """Parts of one profile and the same messages are priced once."""
+        key = id(part.profile), id(part.calls)
         if key not in self._parts:
-            self._parts[key] = _part_seconds(part, self)
-        return self._parts[key]
+            self._parts[key] = _part_seconds(part, self), part  # whose ids stay its own
+        return self._parts[key][0]
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ def _pipelined(
     ledger = dict(of_rank[longest])
     idle_s = simulation.makespan_s - fsum(ledger.values())
     most = max((hops[one, longest] for one in range(schedule.world) if (one, longest) in hops), default=0.0)
-    ends = [0.0, *(event.end_s for event in simulation.events[longest])]
-    waits = [event.start_s - end_s for event, end_s in zip(simulation.events[longest], ends, strict=False)]
+    ends = (0.0, *simulation.ends_s[longest])
+    waits = [start_s - end_s for start_s, end_s in zip(simulation.starts_s[longest], ends, strict=False)]
     ledger["pp"] = ledger.get("pp", 0.0) + min(idle_s, fsum(min(most, wait) for wait in waits))
     ledger["bubble"] = idle_s - min(idle_s, fsum(min(most, wait) for wait in waits))
     if crowding > 1:

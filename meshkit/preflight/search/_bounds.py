@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -300,23 +300,13 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
 
 def alive_of(cut: Cut, ranks: int, microbatches: int) -> Alive | None:
     """None where there is no such table."""
-    return _alive_of(cut.generate, ranks, microbatches)
-
-
-@lru_cache(maxsize=4096)
-def _alive_of(generate: object, ranks: int, microbatches: int) -> Alive | None:
-    table = _table_of(generate, ranks, microbatches)
+    table = table_of(cut, ranks, microbatches)
     return None if table is None else Alive.of(table)
 
 
 def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:
     """None where there is none."""
-    return _table_of(cut.generate, ranks, microbatches)
-
-
-@lru_cache(maxsize=128)
-def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule | None:
     try:
-        return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
+        return cut.checked(ranks, microbatches).schedule
     except MeshkitError:
         return None

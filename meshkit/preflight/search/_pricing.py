@@ -29,7 +29,7 @@ from meshkit.preflight.forecast import (
     forecast_profile,
     profile_step,
 )
-from meshkit.preflight.search._bounds import Elements, Microbatch, Seconds
+from meshkit.preflight.search._bounds import Alive, Elements, Microbatch, Seconds, alive_of
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
 from meshkit.resolve import Resolved, resolve_alike
@@ -56,6 +56,7 @@ class Pricing:
         self._cuts: dict[Hashable, Cut | None] = {}
         self._elements: dict[Hashable, Elements | None] = {}
         self._kept: dict[Hashable, Kept | None] = {}
+        self._alive: dict[Hashable, Alive | None] = {}
 
     # ------------------------------------------------------------------------------------------------- exactly
 
@@ -255,6 +256,15 @@ class Pricing:
             except MeshkitError:
                 self._cuts[key] = None
         return self._cuts[key]
+
+    def alive(self, strategy: Strategy, microbatches: int) -> Alive | None:
+        """Of the strategy's table with so many microbatches; None without pp, and where there is none."""
+        ranks = strategy.mesh_for().pp
+        key = ranks, strategy.pipeline.schedule, microbatches
+        if key not in self._alive:
+            cut = self.cut(strategy)
+            self._alive[key] = None if cut is None else alive_of(cut, ranks, microbatches)
+        return self._alive[key]
 
     @cached_property
     def itemsize(self) -> int:

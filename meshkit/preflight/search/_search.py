@@ -17,7 +17,7 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
-from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, alive_of, ranks_of, table_of
+from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._pricing import Goal, Pricing
@@ -291,7 +291,7 @@ class _World:
         if (cut := pricing.cut(strategy)) is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
             # What is alive at a time grows with the microbatches, until the pipeline is full.
-            alive = alive_of(cut, spec.pp, min(count, 2 * spec.pp))
+            alive = pricing.alive(strategy, min(count, 2 * spec.pp))
         return ranks_of(strategy, elements, pricing.itemsize, kept, stages, alive)
 
     # ------------------------------------------------------------------------------------------------------- prices
