@@ -206,13 +206,14 @@ class RankModel:
             placements["tp"] = f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
         return ParamRow(name, param.full_shape, param.dtype, placements, self._held_bytes(param))
 
-    def held_bytes(self) -> dict[str, int]:
-        """Of each parameter, the bytes that this rank keeps."""
-        known: dict[Hashable, int] = {}
+    def held(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, the (elements, bytes) that this rank keeps."""
+        known: dict[Hashable, tuple[int, int]] = {}
         held = {}
         for name, param in self.params.items():
             if param.kind not in known:
-                known[param.kind] = self._held_bytes(param)
+                size = self._held_bytes(param)
+                known[param.kind] = size // param.dtype.itemsize, size
             held[name] = known[param.kind]
         return held
 

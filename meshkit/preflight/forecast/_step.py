@@ -108,7 +108,7 @@ def _calls(
 def _parts(
     resolved: Resolved,
     sent: Sequence[Sent],
-    held: Mapping[str, int],
+    held: Mapping[str, tuple[int, int]],
     calls: Mapping[str, tuple[Call, ...]],
     computed: ModelProfile,
     names: Mapping[int, Sequence[str]],
@@ -166,20 +166,20 @@ def _copied_bytes(data: Sequence[Call]) -> float:
 
 
 def _sizes(
-    resolved: Resolved, held: Mapping[str, int], names: Sequence[str], owners: dict[str, str]
+    resolved: Resolved, held: Mapping[str, tuple[int, int]], names: Sequence[str], owners: dict[str, str]
 ) -> dict[str, tuple[int, float]]:
     """Of each part (elements that this rank updates, bytes of its gradients that microbatches add up)."""
     accumulates = not Zero(resolved.zero).reduce_every_microbatch
-    program = resolved.program
+    trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
     shards = resolved.spec.dp_shard * resolved.spec.cp
-    for name, size in held.items():
-        if name not in program.trained:
+    for name, (kept, size) in held.items():
+        if name not in trained:
             continue
         owner = _owner(name, names, owners)
         elements, grad_bytes = sizes[owner]
         local = size * shards if accumulates else size
-        sizes[owner] = elements + size // program.parameters[name].element_size(), grad_bytes + local
+        sizes[owner] = elements + kept, grad_bytes + local
     return sizes
 
 

@@ -15,6 +15,7 @@ from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.search import min_max_partition, svg
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._search import Level, _World
+from meshkit.preflight.search._space import Group
 from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
@@ -60,12 +61,12 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
     every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
     world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
-    world.add([each.strategy for each in every.tried])
+    world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
         for level in (Level.SENT, Level.TRACED, Level.OWN):
             assert 0 < world.least_s(each.strategy, level) <= each.seconds, level
-        for level in (Level.SENT, Level.TRACED):
+        for level in (Level.WHOLE, Level.SENT, Level.OWN):
             assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
