@@ -230,29 +230,30 @@ class Pricing:
 
     def gathers(self, strategy: Strategy, ep: int) -> Gathers:
         """What FSDP sends in a step without pp, but what it gathers again in backward for modules around the blocks."""
-        mesh, count = strategy.mesh_for(), strategy.microbatches or 1
-        key = self.family(strategy), mesh.dp_shard, mesh.dp_replicate, strategy.zero, count
+        key = strategy.mesh_for(), strategy.zero
         if key not in self._gathers:
+            # Neither how activations lie nor what is recomputed changes them, and all microbatches send the same.
+            plain = replace(strategy, sequence=False, microbatches=2, memory=replace(strategy.memory, recompute="none"))
             try:
-                self._gathers[key] = self._gathered(strategy, ep, count)
+                self._gathers[key] = self._gathered(plain, ep)
             except MeshkitError:
                 self._gathers[key] = Gathers()
         return self._gathers[key]
 
-    def _gathered(self, strategy: Strategy, ep: int, count: int) -> Gathers:
+    def _gathered(self, strategy: Strategy, ep: int) -> Gathers:
         kinds, resolved = self._thin(strategy, ep)
         blocks, alike = list(kinds), Counter(kinds.values())
         again = resolved.zero == 3 and len(self.program.trained) >= len(self.program.parameters)
         prices = Prices(self.cluster, strategy.mesh_for())
         each: defaultdict[str, float] = defaultdict(float)
         once: defaultdict[str, float] = defaultdict(float)
-        for sent in explain_step(resolved, microbatches=count)[0]:
+        for sent in explain_step(resolved, microbatches=2)[0]:
             kind = next((name for name in alike if f"{sent.module}.".startswith(f"{name}.")), "")
             if sent.phase == "step":
                 continue
             call = Call(sent.message.axis, sent.message.op, sent.message.size, sent.phase, 1)
             seconds = prices.call_s(call) * (alike[kind] if kind else 1)
-            of = each if sent.count == count > 1 else once
+            of = each if sent.count == 2 else once
             if (call.op, call.phase) != ("all_gather", "backward"):
                 of[call.phase] += seconds
             if again and kind and (call.op, call.phase) == ("all_gather", "forward"):
