@@ -22,6 +22,7 @@ from meshkit.preflight.explain import explain_step
 from meshkit.preflight.forecast import (
     Batch,
     Call,
+    Forecast,
     ModelProfile,
     Part,
     Prices,
@@ -52,6 +53,7 @@ class Pricing:
         self.program = self.profiles.program_of(model)
         self._resolved: OrderedDict[str, Resolved] = OrderedDict()
         self._profiles: OrderedDict[str, StepProfile] = OrderedDict()
+        self._forecasts: OrderedDict[str, Forecast] = OrderedDict()
         self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
         self._microbatches: dict[Hashable, Microbatch | None] = {}
@@ -76,10 +78,13 @@ class Pricing:
 
         return _kept(self._profiles, repr(strategy), made)
 
+    def forecast(self, strategy: Strategy) -> Forecast:
+        return _kept(self._forecasts, repr(strategy), lambda: forecast_profile(self.profile(strategy), self.cluster))
+
     def tried(self, strategy: Strategy) -> Tried:
         key = repr(strategy)
         if key not in self._tried:
-            told = forecast_profile(self.profile(strategy), self.cluster)
+            told = self.forecast(strategy)
             self._tried[key] = Tried(
                 strategy=strategy, forecast=told, memory=self.peak(strategy), cost=cost(self.goal, told)
             )

@@ -312,10 +312,12 @@ class _World:
             fits = self.device_bytes is None or peak_bytes <= self.device_bytes
             self.unfit += not fits
             if fits or self.exhaustive:
-                self.tried.append(self.pricing.tried(strategy))
+                self.pricing.forecast(strategy)
         except MeshkitError as error:
             self.refused[reason_of(error)] += 1
             return None
+        if fits or self.exhaustive:
+            self.tried.append(self.pricing.tried(strategy))  # what a goal of one's own raises is no refusal
         if fits and (self.best is None or self.tried[-1].cost < self.best.cost):
             self.best = self.tried[-1]
         return peak_bytes
