@@ -63,7 +63,8 @@ class Found:
     seconds, bytes, ranks and joules. tried: all that was priced;
     what does not fit only by an exhaustive search. refused: by `resolve`'s own text -> how many. unfit:
     how many needed more than the device has. cut: how many could not be better than the best by their lower bound, and were
-    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each.
+    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each. gap:
+    of a search that was ended before it was over, by which share of the winner's cost something else may be better.
     """
 
     winner: Tried | None
@@ -76,6 +77,7 @@ class Found:
     neighbours: tuple[Neighbour, ...]
     device_bytes: int | None
     took_s: float
+    gap: float = 0.0
 
     @property
     def best(self) -> Strategy | None:
@@ -105,6 +107,8 @@ class Found:
             )
             lines.append(f"nothing fits{room}{fewest}")
         else:
+            if self.gap:
+                lines.append(f"ended before all was looked at: nothing is better by more than {self.gap:.1%}")
             lines += ["", str(self.winner.forecast), f"peak {format_bytes(self.winner.peak_bytes)}", "", self.flags]
             if self.neighbours:
                 lines += ["", *map(str, self.neighbours)]

@@ -43,6 +43,7 @@ def search(
     loss: Loss = next_token_loss,
     exhaustive: bool = False,
     recheck: bool = True,
+    limit_s: float | None = None,
     progress: Callable[[int, int, Tried | None], None] | None = None,
 ) -> Found:
     """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
@@ -53,6 +54,7 @@ def search(
     priced. fixed: choices that stay, as precision. exhaustive: price
     everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
     what its composed peak may be wrong by.
+    limit_s: processor seconds after which the best so far is the answer, and `Found.gap` says what was left.
     progress: called with how many were priced, how many are left, and the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
     Raises: PlanError for no world, and for a goal that there is not.
@@ -64,9 +66,12 @@ def search(
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
     pricing = Pricing(model, machine, batch, loss, goal)
+    limit = None if limit_s is None else time.process_time() + limit_s
     worlds = divisors(world) if goal == "fewest ranks" else [world]
     for ranks in worlds:
-        found = _of_world(pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, progress)
+        found = _of_world(
+            pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, limit, progress
+        )
         if found.winner is not None:
             break
     return found
@@ -135,6 +140,8 @@ class _World:
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
         group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
+        if level is Level.TRACED and self.best is None:
+            level = Level.OWN  # until something fits there is nothing that a bound could cut
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
@@ -155,7 +162,11 @@ class _World:
 
     def learn(self, group: Group, level: Level, bound: float) -> None:
         small = self.small_enough(group, level)
-        if small is not None:
+        if small is None:
+            return
+        if level is Level.OWN and self.best is None:
+            self.price_all(small)
+        else:
             # Of a pipeline data axes change nothing.
             every = small.strategies if small.meshes[0].pp == 1 else (small.first,)
             least_s = min(self.least_s(strategy, level) for strategy in every)
@@ -322,6 +333,13 @@ class _World:
             self.best = self.tried[-1]
         return peak_bytes
 
+    @property
+    def gap(self) -> float:
+        """By which share of the best's cost something that was not priced may be better."""
+        if self.best is None or not self.heap or not self.best.cost:
+            return 0.0
+        return max(0.0, 1 - self.heap[0].bound / self.best.cost)
+
     def drop_best(self) -> None:
         """It does not fit, as the traced estimate says."""
         self.tried.remove(self.best)  # type: ignore[arg-type]
@@ -338,6 +356,7 @@ def _of_world(
     device_bytes: int | None,
     exhaustive: bool,
     recheck: bool,
+    until: float | None,
     progress: Callable[[int, int, Tried | None], None] | None,
 ) -> Found:
     began = time.monotonic()
@@ -347,6 +366,8 @@ def _of_world(
     state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
         while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
+            if until is not None and state.best is not None and time.process_time() > until:
+                break
             state.step(heapq.heappop(state.heap))
             if progress is not None:
                 progress(len(state.tried), state.left, state.best)
@@ -361,6 +382,7 @@ def _of_world(
         refused=dict(state.refused),
         unfit=state.unfit,
         cut=state.left,
+        gap=state.gap,
         least=state.least,
         neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, sizes, device_bytes)),
         device_bytes=device_bytes,

@@ -48,6 +48,8 @@ class Search:
     """sizes of cp to try"""
     schedules: tuple[str, ...] = Space().schedule
     """pipeline schedules to try"""
+    limit_s: float | None = None
+    """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     out: Path | None = None
     """write the winner as TOML, for --strategy"""
     svg: Path | None = None
@@ -76,6 +78,7 @@ def command(args: list[str]) -> None:
             goal=goal,
             fixed=_fixed(resolved.strategy, _given(rest)),
             loss=step["loss"],
+            limit_s=options.limit_s,
             progress=lambda tried, left, best: _show(status, tried, left, best),
         )
     print(found)

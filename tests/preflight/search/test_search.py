@@ -163,6 +163,16 @@ def test_the_winner_of_each_goal_is_the_exhaustive_one(goal):
     assert not any(all(a <= b for a, b in zip(one, other, strict=True)) for one, other in permutations(front, 2))
 
 
+def test_an_ended_search_says_by_how_much_another_may_be_better():
+    model, space = dense(**SMALL), replace(SPACE, dp_replicate=(1, 2))
+    every = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False)
+    ended = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False, limit_s=0.0)
+    assert every.gap == 0
+    assert len(ended.tried) <= len(every.tried)
+    assert ended.winner.seconds * (1 - ended.gap) <= every.winner.seconds <= ended.winner.seconds
+    assert (f"nothing is better by more than {ended.gap:.1%}" in str(ended)) == (ended.gap > 0)
+
+
 def test_joules_are_those_of_computing_and_of_waiting():
     told = mk.forecast(dense(**SMALL), mk.Strategy(mesh="dp_shard=2"), WATTS, mk.Batch(sequences=4, seq_len=128))
     names = ("matmul", "attention", "other kernels", "recompute", "optimizer")
