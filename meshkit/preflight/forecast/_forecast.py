@@ -39,7 +39,9 @@ class Profiles:
 
     def program_of(self, model: nn.Module) -> Program:
         """Read once, so that proofs about it are made once."""
-        return self._programs.setdefault(id(model), read_program(model))
+        if id(model) not in self._programs:
+            self._programs[id(model)] = read_program(model)
+        return self._programs[id(model)]
 
     def of(
         self,
