@@ -74,7 +74,7 @@ class Device:
     of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
     each launch. context_bytes: what the driver takes of the memory; communicator_bytes: what NCCL's buffers take of it for
     each communicator. memory_curve: measured (bytes, seconds) of kernels that are bound by the memory, by bytes; it wins over
-    bandwidth and efficiency.
+    bandwidth and efficiency. power: its clocks; idle_watts: what it draws while it waits.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Device:
     curves: tuple[KernelCurve, ...] = ()
     memory_curve: tuple[tuple[float, float], ...] = ()
     power: tuple[PowerPoint, ...] = ()
+    idle_watts: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_per_s"):
@@ -107,11 +108,24 @@ class Device:
             raise ClusterError(
                 f"device.memory_curve={self.memory_curve!r}: give [bytes, seconds], all above 0, by growing bytes."
             )
+        if self.idle_watts and not 0 <= self.idle_watts <= self.watts:
+            raise ClusterError(
+                f"device.idle_watts={self.idle_watts!r}: at least 0, and at most the {self.watts:g} W of device.power."
+            )
         object.__setattr__(self, "flops_per_s", FrozenMapping(self.flops_per_s))
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
             raise ClusterError(
                 f"device.flops_per_s={dict(self.flops_per_s)!r}: give the peak of each dtype, as bfloat16 = 989.4e12."
             )
+
+    @property
+    def watts(self) -> float:
+        """While it computes, at its fastest clock; 0 where no `power` is given."""
+        return min(self.power, key=lambda point: point.slowdown).watts if self.power else 0.0
+
+    def joules(self, step_s: float, busy_s: float) -> float:
+        """Of step_s seconds, in busy_s of which it computes."""
+        return self.idle_watts * step_s + (self.watts - self.idle_watts) * busy_s
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Raises: ClusterError for a dtype whose peak is not given."""

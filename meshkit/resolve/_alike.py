@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 from meshkit.errors import MeshkitError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.expert import in_expert_view
-from meshkit.parallel.pipeline import check
 from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.program import Program
 from meshkit.resolve._resolve import resolve
@@ -51,7 +50,7 @@ def resolve_alike(program: Program, strategy: Strategy, spec: MeshSpec, *, devic
     if isinstance(found, MeshkitError):
         raise found.with_traceback(None)
     if found.cut is not None and strategy.microbatches is not None:
-        check(found.cut.generate(spec.pp, strategy.microbatches))
+        found.cut.checked(spec.pp, strategy.microbatches)
     again = copy.copy(found)  # with what was computed of it meanwhile
     vars(again).update(strategy=strategy, spec=spec)
     return again

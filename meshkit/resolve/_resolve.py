@@ -19,7 +19,7 @@ from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
-from meshkit.parallel.pipeline import Cut, check, generator_of, plan_pipeline, refuse_more_stages
+from meshkit.parallel.pipeline import Cut, generator_of, plan_pipeline, refuse_more_stages
 from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.parallel.rows import refuse_mixed_rows
 from meshkit.parallel.state_writes import refuse_of_microbatches
@@ -237,7 +237,7 @@ def _plan_cut(
     cut = once(program, key, planned) if policy.schedule in NAMES else planned()
     refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
-        check(cut.generate(spec.pp, strategy.microbatches))
+        cut.checked(spec.pp, strategy.microbatches)
     return cut
 
 

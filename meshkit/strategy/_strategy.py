@@ -7,6 +7,7 @@ import difflib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -130,9 +131,20 @@ class Strategy:
 
     def mesh_for(self, world_size: int | None = None) -> MeshSpec:
         """The mesh on `world_size` ranks; default: the product of its axes. Raises: MeshError where they do not fit."""
+        if world_size is None:
+            return self._own_mesh
+        return self._spec.resolve(world_size)
+
+    @property
+    def _spec(self) -> MeshSpec:
         spec = MeshSpec() if self.mesh is None else self.mesh
         assert isinstance(spec, MeshSpec)
-        return spec.resolve(world_size if world_size is not None else spec.world_size)
+        return spec
+
+    @cached_property
+    def _own_mesh(self) -> MeshSpec:
+        """Searches ask for it hundreds of thousands of times."""
+        return self._spec.resolve(self._spec.world_size)
 
     def to_toml(self) -> str:
         """The choices that are not the default, as TOML. Raises: PlanError for a function, which is no data."""

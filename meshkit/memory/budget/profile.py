@@ -24,7 +24,7 @@ from meshkit.memory.budget.knapsack import Option
 from meshkit.memory.budget.work import Kept, Work
 from meshkit.memory.offload import BLOCKS_LEAVING, Moved
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.pipeline import Cut, check
+from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.apply import SEQUENCE_DIM, shard_without_ranks
 from meshkit.parallel.tensor.layout import TensorLayout, tensor_layout
 from meshkit.plan import Plan
@@ -63,7 +63,7 @@ def choose_for_blocks(
     offers = _offers_by_block(model, calls, layout, budget, memory.offload, movable, compute, device)
     if cut is None:
         return [choose(_of_a_step(offers, 1, 1, budget), budget.bytes, _beside(memory.offload, 1))]
-    peak_live = check(cut.generate(spec.pp, budget.microbatches)).peak_live
+    peak_live = cut.checked(spec.pp, budget.microbatches).peak_live
     chosen = []
     for pp_rank in range(spec.pp):
         local_offers = {name: offer for name, offer in offers.items() if cut.runs(name, pp_rank)}

@@ -17,15 +17,19 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Checked:
-    """A schedule that is known to run to its end with buffered sends, with its messages and activations.
-
-    messages: in the order in which their sources send.
-    peak_live: per rank, the most (stage, microbatch) pairs with live activations, which is from F to the end of B or W.
-    """
+    """A schedule that is known to run to its end with buffered sends, with its messages and activations."""
 
     schedule: Schedule
-    messages: tuple[Message, ...]
-    peak_live: tuple[int, ...]
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """In the order in which their sources send."""
+        return tuple(messages(self.schedule))
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """Per rank, the most (stage, microbatch) pairs with live activations, which is from F to the end of B or W."""
+        return tuple(peak_live(task for row in rows for task in row.tasks) for rows in self.schedule.ranks)
 
     @cached_property
     def sends(self) -> tuple[tuple[Message, ...], ...]:
@@ -98,12 +102,9 @@ def check(schedule: Schedule) -> Checked:
             _check_cell(schedule, rank, index, row)
     cells = _check_once(schedule)
     _check_complete(schedule, cells)
-    _check_ends(schedule, cells)
-    return Checked(
-        schedule,
-        tuple(messages(schedule)),
-        tuple(peak_live(task for row in rows for task in row.tasks) for rows in schedule.ranks),
-    )
+    if schedule.order.stuck is not None:
+        _refuse_circle(schedule, cells)
+    return Checked(schedule)
 
 
 def peak_live(tasks: Iterable[Task]) -> int:
@@ -200,8 +201,8 @@ def _check_complete(schedule: Schedule, cells: dict[Task, Cell]) -> None:
                 _refuse(schedule, cells[input_], problem, f"Add {weight} after {input_}, or make that {backward}.")
 
 
-def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
-    """Run the rows with buffered sends; if not all of them end, name those that wait for one another (a deadlock)."""
+def _refuse_circle(schedule: Schedule, cells: dict[Task, Cell]) -> NoReturn:
+    """Run the rows with buffered sends, of which not all end, and name those that wait for one another (a deadlock)."""
     ended = [0] * schedule.world
     producers = {output_of(task): task for task in cells if task.op != "W"}
 
@@ -223,9 +224,7 @@ def _check_ends(schedule: Schedule, cells: dict[Task, Cell]) -> None:
             while ended[rank] < len(rows) and missing(rank) is None:
                 ended[rank] += 1
                 moved = True
-    stuck = next((rank for rank, rows in enumerate(schedule.ranks) if ended[rank] < len(rows)), None)
-    if stuck is None:
-        return
+    stuck = next(rank for rank, rows in enumerate(schedule.ranks) if ended[rank] < len(rows))
     # Every stuck rank waits for another one, so following the waits leads into a circle.
     circle: list[int] = []
     while stuck not in circle:

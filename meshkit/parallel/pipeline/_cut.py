@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._csv import read_csv
 from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
-from meshkit.parallel.pipeline.schedules import Generator, named
+from meshkit.parallel.pipeline.schedules import NAMES, Generator, named
 from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace, twice
 
 
@@ -40,6 +42,14 @@ class Cut:
     def ends(self) -> tuple[int, int]:
         """The ranks of the first and the last stage."""
         return self.placement[0], self.placement[-1]
+
+    def checked(self, ranks: int, microbatches: int) -> Checked:
+        """The schedule's table, checked. That of a name is kept: a file's or a function's may be another the next time.
+
+        Raises: PlanError where there is none.
+        """
+        made = _checked if self.generate in NAMES.values() else _checked.__wrapped__
+        return made(self.generate, ranks, microbatches)
 
     @property
     def copied(self) -> tuple[tuple[str, str], ...]:
@@ -84,6 +94,11 @@ class Cut:
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
+
+
+@lru_cache(maxsize=256)
+def _checked(generate: Generator, ranks: int, microbatches: int) -> Checked:
+    return check(generate(ranks, microbatches))
 
 
 def plan_pipeline(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._simulate import Times, _hop, _next_stage, needs
-from meshkit.parallel.pipeline._table import Schedule, Task, output_of
+from meshkit.parallel.pipeline._simulate import Times, _hop
+from meshkit.parallel.pipeline._table import Schedule, Task, needs, next_stage, output_of
 
 
 class Dependency(NamedTuple):
@@ -46,4 +46,4 @@ def dependencies(schedule: Schedule, times: Times | None = None) -> Iterator[Dep
             sending_s = 0.0
             if times.blocking:
                 ends = (output_of(task) for task in row.tasks)
-                sending_s = sum(hop(rank, rank_of[_next_stage(end, schedule.stages - 1)]) for end in ends)
+                sending_s = sum(hop(rank, rank_of[next_stage(end, schedule.stages - 1)]) for end in ends)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from math import fsum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline._table import Row, Schedule, Task, need_of, output_of
+from meshkit.parallel.pipeline._table import Row, Schedule, Task
 
 PerStage = float | tuple[float, ...]
 
@@ -81,25 +81,41 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found. Everything per rank is in the order of the ranks; events are in the order of the table."""
+    """What `simulate` found. Everything per rank is in the order of the ranks, and then in the order of the table.
+
+    starts_s, ends_s: of each row.
+    """
 
     schedule: Schedule
     times: Times
-    events: tuple[tuple[Event, ...], ...]
+    starts_s: tuple[tuple[float, ...], ...]
+    ends_s: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def events(self) -> tuple[tuple[Event, ...], ...]:
+        return tuple(
+            tuple(map(Event, rows, starts, ends))
+            for rows, starts, ends in zip(self.schedule.ranks, self.starts_s, self.ends_s, strict=True)
+        )
 
     @cached_property
     def makespan_s(self) -> float:
         """From the first start on any rank, which is 0, to the last end on any rank."""
-        return max((event.end_s for event in chain(*self.events)), default=0.0)
+        return max(chain(*self.ends_s), default=0.0)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        return tuple(fsum(event.end_s - event.start_s for event in rank) for rank in self.events)
+        return tuple(
+            fsum(end - start for start, end in zip(starts, ends, strict=True))
+            for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
+        )
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
         """Of each rank, from its first start to its last end."""
-        return tuple(rank[-1].end_s - rank[0].start_s if rank else 0.0 for rank in self.events)
+        return tuple(
+            ends[-1] - starts[0] if ends else 0.0 for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
+        )
 
     @property
     def bubble_rate(self) -> float:
@@ -140,70 +156,37 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     times = times or Times()
     duration = _durations(schedule, times)
     hop = _hop(times)
-    last = schedule.stages - 1
-    rank_of = schedule.placement
-    ended: dict[Task, float] = {}  # a B is entered as I, the output for which the stage before waits
-    waiting: dict[Task, list[int]] = {}
-    clock = [0.0] * schedule.world
-    events: list[list[Event]] = [[] for _ in schedule.ranks]
-    # Ranks may be taken in any order: a row's start depends on the ends of its inputs, not on when it is looked at.
-    ready = list(range(schedule.world))
-    while ready:
-        rank = ready.pop()
-        rows, done = schedule.ranks[rank], events[rank]
-        while len(done) < len(rows):
-            row = rows[len(done)]
-            start_s = clock[rank]
-            missing = None
-            for need in needs(row, schedule.stages):
-                if need not in ended:
-                    missing = need
-                    break
-                start_s = max(start_s, ended[need] + hop(rank_of[need.stage], rank))
-            # Enlisted for one missing input only: woken by that, the rank looks for the next.
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            end_s = start_s + duration(row)
-            done.append(Event(row, start_s, end_s))
-            clock[rank] = end_s
-            # An output is known at the end of its row: wake the ranks that waited for it.
-            for task in row.tasks:
-                end = output_of(task)
-                ended[end] = end_s
-                ready += waiting.pop(end, ())
-                if times.blocking:
-                    clock[rank] += hop(rank, rank_of[_next_stage(end, last)])
-    _refuse_unfinished(schedule, events, waiting)
-    return Simulation(schedule, times, tuple(map(tuple, events)))
+    order = schedule.order
+    if order.stuck is not None:
+        _refuse_unfinished(schedule, *order.stuck)
+    lasts = [duration(row) for row in order.kinds]
+    ranks = range(schedule.world)
+    hops = {pair: hop(*pair) for pair in {(source, step.rank) for step in order.steps for _, source in step.needs}}
+    clock = [0.0 for _ in ranks]
+    starts: list[float] = []
+    ends: list[float] = []
+    for rank, kind, needed, sends in order.steps:
+        start_s = clock[rank]
+        for place, source in needed:
+            arrives_s = ends[place] + hops[source, rank]
+            if arrives_s > start_s:
+                start_s = arrives_s
+        end_s = start_s + lasts[kind]
+        starts.append(start_s)
+        ends.append(end_s)
+        if times.blocking:
+            for target in sends:
+                end_s += hop(rank, target)
+        clock[rank] = end_s
+    return Simulation(
+        schedule,
+        times,
+        tuple(tuple([starts[place] for place in places]) for places in order.places),
+        tuple(tuple([ends[place] for place in places]) for places in order.places),
+    )
 
 
-def _next_stage(end: Task, last: int) -> int:
-    """The stage that receives the task's output; the task's own stage if none does."""
-    step = {"F": 1, "I": -1}.get(end.op, 0)
-    return min(max(end.stage + step, 0), last)
-
-
-def needs(row: Row, stages: int) -> list[Task]:
-    """The tasks for which a row waits; a whole backward counts as I."""
-    needs = []
-    for task in row.tasks:
-        if task.op == "W":
-            needs.append(task._replace(op="I"))
-        elif task.op != "F":
-            needs.append(task._replace(op="F"))
-        if (other := need_of(task, stages)) is not None:
-            needs.append(other)
-    return needs
-
-
-def _refuse_unfinished(schedule: Schedule, events: list[list[Event]], waiting: dict[Task, list[int]]) -> None:
-    if not waiting:
-        return
-    # Of all ranks that wait, the lowest: every rank of a job raises the same text.
-    need, ranks = min(waiting.items(), key=lambda item: min(item[1]))
-    rank = min(ranks)
-    index = len(events[rank])
+def _refuse_unfinished(schedule: Schedule, rank: int, index: int, need: Task) -> NoReturn:
     what = {"F": "forward", "I": "backward"}[need.op]
     raise PlanError(
         f"schedule {schedule.name!r} stops: in cell {index}, {schedule.ranks[rank][index]}, rank {rank} waits for the "

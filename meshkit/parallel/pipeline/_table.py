@@ -87,9 +87,104 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @cached_property
+    def order(self) -> Order:
+        """An order in which the rows can run, each after what it needs. Found once, for every simulation of the table."""
+        return _order(self)
+
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of weights have rows of their own (W), as in zero-bubble schedules."""
         return any(row.op == "W" for row in self.rows())
+
+
+class Step(NamedTuple):
+    """A row in its `Order`. kind: index of its op and stages. needs: (place of a row in the order, rank that runs it) of
+    every row whose output this one waits for. sends: the rank to which each of its outputs goes, itself where none does.
+    """
+
+    rank: int
+    kind: int
+    needs: tuple[tuple[int, int], ...]
+    sends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """kinds: rows of which one is as long as the other. places: of each rank's rows in `steps`, as far as they can run.
+
+    stuck: where not all can, (a rank, the index of its first row that cannot, what that waits for).
+    """
+
+    steps: tuple[Step, ...]
+    kinds: tuple[Row, ...]
+    places: tuple[tuple[int, ...], ...]
+    stuck: tuple[int, int, Task] | None
+
+
+def _order(schedule: Schedule) -> Order:
+    rank_of, last = schedule.placement, schedule.stages - 1
+    place_of: dict[Task, int] = {}  # a B is entered as I, the output for which the stage before waits
+    waiting: dict[Task, list[int]] = {}
+    kinds: dict[tuple[str, int, int], int] = {}
+    examples: list[Row] = []
+    steps: list[Step] = []
+    places: list[list[int]] = [[] for _ in schedule.ranks]
+    # Ranks may be taken in any order: when a row can start depends on the ends of its inputs, not on when it is looked at.
+    ready = list(range(schedule.world))
+    while ready:
+        rank = ready.pop()
+        rows, done = schedule.ranks[rank], places[rank]
+        while len(done) < len(rows):
+            row = rows[len(done)]
+            needed = needs(row, schedule.stages)
+            missing = next((need for need in needed if need not in place_of), None)
+            # Enlisted for one missing input only: woken by that, the rank looks for the next.
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            kind = kinds.setdefault((row.op, row.stage, row.backward_stage), len(kinds))
+            if kind == len(examples):
+                examples.append(row)
+            ends = [output_of(task) for task in row.tasks]
+            # An output is known at the end of its row: wake the ranks that waited for it.
+            for end in ends:
+                place_of[end] = len(steps)
+                ready += waiting.pop(end, ())
+            done.append(len(steps))
+            steps.append(
+                Step(
+                    rank,
+                    kind,
+                    tuple((place_of[need], rank_of[need.stage]) for need in needed),
+                    tuple(rank_of[next_stage(end, last)] for end in ends),
+                )
+            )
+    stuck = None
+    if waiting:
+        # Of all ranks that wait, the lowest: every rank of a job raises the same text.
+        need, ranks = min(waiting.items(), key=lambda item: min(item[1]))
+        stuck = min(ranks), len(places[min(ranks)]), need
+    return Order(tuple(steps), tuple(examples), tuple(map(tuple, places)), stuck)
+
+
+def needs(row: Row, stages: int) -> list[Task]:
+    """The tasks for which a row waits; a whole backward counts as I."""
+    needed = []
+    for task in row.tasks:
+        op, stage, microbatch = task
+        if op == "W":
+            needed.append(Task("I", stage, microbatch))
+        elif op != "F":
+            needed.append(Task("F", stage, microbatch))
+        if (other := need_of(task, stages)) is not None:
+            needed.append(other)
+    return needed
+
+
+def next_stage(end: Task, last: int) -> int:
+    """The stage that receives the task's output; the task's own stage if none does."""
+    step = {"F": 1, "I": -1}.get(end.op, 0)
+    return min(max(end.stage + step, 0), last)
 
 
 def label_of(row: Row, schedule: Schedule) -> str:
@@ -145,13 +240,13 @@ class Message(NamedTuple):
 
 def output_of(task: Task) -> Task:
     """The name under which other stages know a task's output: the input gradient of a whole backward B is called I."""
-    return task._replace(op="I") if task.op == "B" else task
+    return Task("I", task.stage, task.microbatch) if task.op == "B" else task
 
 
 def need_of(task: Task, stages: int) -> Task | None:
     """The output of another stage that a task needs, if any."""
     if task.op == "F" and task.stage > 0:
-        return task._replace(stage=task.stage - 1)
+        return Task("F", task.stage - 1, task.microbatch)
     if task.op in "BI" and task.stage + 1 < stages:
         return Task("I", task.stage + 1, task.microbatch)
     return None

@@ -6,12 +6,12 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from pathlib import Path
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline import Event, Schedule, Simulation, Times, dependencies, simulate
+from meshkit.parallel.pipeline import Schedule, Simulation, Times, dependencies, simulate
 from meshkit.preflight._format import table_lines
 from meshkit.preflight.energy._power import Choice, Power, PowerPoint, choices, convex, refuse_points
 from meshkit.preflight.energy._program import Edge, Solved, solve
@@ -161,16 +161,18 @@ class _Task:
         picked = self._rounded(solved, step_s)
         starts, ends = self._in_time(picked)
         joules = sum(kept[index].joules for kept, index in zip(self.choices, picked, strict=True))
-        events, points, row = [], [], 0
-        for rank in self.full.events:
-            rows = range(row, row + len(rank))
-            events.append(tuple(Event(event.row, starts[i], ends[i]) for event, i in zip(rank, rows, strict=True)))
-            points.append(tuple(self.choices[i][picked[i]].point for i in rows))
-            row += len(rank)
+        bounds = [0, *accumulate(map(len, self.full.schedule.ranks))]
+        ranks = [range(*pair) for pair in pairwise(bounds)]
+        points = [tuple(self.choices[i][picked[i]].point for i in rows) for rows in ranks]
         full_joules = sum(kept[0].joules for kept in self.choices)
         return EnergyPlan(
             full=self.full,
-            planned=Simulation(self.full.schedule, self.full.times, tuple(events)),
+            planned=Simulation(
+                self.full.schedule,
+                self.full.times,
+                tuple(tuple(starts[i] for i in rows) for rows in ranks),
+                tuple(tuple(ends[i] for i in rows) for rows in ranks),
+            ),
             points=tuple(points),
             step_s=step_s,
             full_joules=self._all(full_joules, self.full.makespan_s),

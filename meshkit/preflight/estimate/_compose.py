@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 from torch import nn
@@ -13,7 +13,7 @@ from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.parallel.data import kept_units
 from meshkit.parallel.expert import in_expert_view
-from meshkit.parallel.pipeline import Cut, Schedule, peak_live
+from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
 from meshkit.preflight._thin import kinds_of_blocks
 from meshkit.preflight.estimate._composed import Composed, ComposedRank
@@ -256,7 +256,7 @@ def _compose(
 ) -> Composed:
     spec, cut = resolved.spec, resolved.cut
     granule = CUDA_GRANULE if kernels == "cuda" else 1
-    table = None if cut is None else _table(cut.generate, spec.pp, microbatches)
+    checked = None if cut is None else cut.checked(spec.pp, microbatches)
     crossing: dict[int, Crossing] = {}
     if cut is not None:
         tokens = -(-seq_len // spec.cp) // (spec.tp if resolved.sequence else 1)
@@ -267,11 +267,11 @@ def _compose(
     for pp_rank in range(spec.pp):
         walk = _walk(resolved, traced, pp_rank, granule)
         live = 1
-        if table is None:
+        if checked is None:
             walk.microbatches(microbatches)
         else:
-            walk.pipeline(table, pp_rank, crossing)
-            live = peak_live(task for row in table.ranks[pp_rank] for task in row.tasks)
+            walk.pipeline(checked.schedule, pp_rank, crossing)
+            live = checked.peak_live[pp_rank]
         totals, where, owner = walk.timeline.peak()
         kind = traced.kinds.get(owner, owner)
         ranks.append(
@@ -289,11 +289,6 @@ def _compose(
 def _within(resolved: Resolved) -> float:
     # Products that wait for W hold inputs which collectives of tp make; the trace, where nothing waits, shows some of them.
     return 0.015 if resolved.splits_backward and resolved.spec.tp > 1 else 0.005
-
-
-@lru_cache(maxsize=256)
-def _table(generate: object, ranks: int, microbatches: int) -> Schedule:
-    return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
 
 
 def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Walk:

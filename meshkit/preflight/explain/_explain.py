@@ -133,13 +133,16 @@ def explain_resolved(
     )
 
 
-def explain_step(resolved: Resolved, *, microbatches: int, coordinate: dict[str, int] | None = None) -> Explanation:
-    """Of `explain_resolved` what is sent once a step, or depends on all of its microbatches, and the parameters."""
+def explain_step(
+    resolved: Resolved, *, microbatches: int, coordinate: dict[str, int] | None = None
+) -> tuple[tuple[Sent, ...], dict[str, tuple[int, int]]]:
+    """Of `explain_resolved` what is sent once a step, or depends on all of its microbatches; and of each parameter the
+    (elements, bytes) that the rank keeps.
+    """
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     log = TrafficLog()
     _add_step(log, rank_model, microbatches)
-    params = [rank_model.row(name) for name in rank_model.params]
-    return Explanation(spec=resolved.spec, params=params, sent=tuple(log.sent))
+    return tuple(log.sent), rank_model.held()
 
 
 def explain_microbatch(

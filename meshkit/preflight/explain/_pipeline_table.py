@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshkit.parallel.pipeline import Checked, Cut, check, simulate
+from meshkit.parallel.pipeline import Checked, Cut, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class PipelineTable:
 
     @cached_property
     def checked(self) -> Checked:
-        return check(self.cut.generate(self.ranks, self.microbatches))
+        return self.cut.checked(self.ranks, self.microbatches)
 
     @property
     def note(self) -> str:

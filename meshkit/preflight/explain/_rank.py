@@ -45,6 +45,11 @@ class LocalParam:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @cached_property
+    def kind(self) -> Hashable:
+        """What the bytes depend on that ranks keep and send of it."""
+        return self.shape, self.dtype, self.trains, self.expert
+
 
 @dataclass(frozen=True)
 class LocalBatch:
@@ -165,10 +170,10 @@ class RankModel:
         """Whether this rank runs the module or something inside of it."""
         return self.cut is None or self.cut.runs(module, self.at("pp"))
 
-    def sharded_over(self, name: str) -> tuple[str, int, int]:
+    def sharded_over(self, param: LocalParam) -> tuple[str, int, int]:
         """(axis, its size, this rank's index on it) over which fully_shard shards the parameter."""
         spec = self.spec
-        if not self.params[name].expert:
+        if not param.expert:
             return shard_axis(spec), spec.dp_shard * spec.cp, self._inner_index // spec.tp
         return "edp", spec.edp, self._inner_index // (spec.ep * spec.etp)
 
@@ -187,23 +192,39 @@ class RankModel:
         """The parameter as it is printed: placement on each axis, and the bytes that this rank keeps."""
         param, spec = self.params[name], self.spec
         placements: dict[str, str] = {}
-        shape = list(param.shape)
         if self.cut is not None:
             placements["pp"] = f"stage {self.cut.stages.stage_of(name)}"
         if spec.dp_replicate > 1:
             placements["dp_replicate"] = "Replicate"
-        axis, shards, index = self.sharded_over(name)
+        axis, shards, _ = self.sharded_over(param)
         if shards > 1:
             placements[axis] = "Shard(0)"
-            # FSDP2 splits dim 0 as torch.chunk does, so the last ranks have fewer rows, or none.
-            rows = chunk(shape[0], shards, index) if shape else slice(0, 1)
-            shape[:1] = [rows.stop - rows.start]
         if param.dims:
             placements |= {axis: f"Shard({dim})" for axis, dim in param.dims.items()}
         elif self.layout is not None and name in self.layout.params:
             placement = self.layout.params[name].placement
             placements["tp"] = f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
-        return ParamRow(name, param.full_shape, param.dtype, placements, prod(shape) * param.dtype.itemsize)
+        return ParamRow(name, param.full_shape, param.dtype, placements, self._held_bytes(param))
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, the (elements, bytes) that this rank keeps."""
+        known: dict[Hashable, tuple[int, int]] = {}
+        held = {}
+        for name, param in self.params.items():
+            if param.kind not in known:
+                size = self._held_bytes(param)
+                known[param.kind] = size // param.dtype.itemsize, size
+            held[name] = known[param.kind]
+        return held
+
+    def _held_bytes(self, param: LocalParam) -> int:
+        shape = list(param.shape)
+        _, shards, index = self.sharded_over(param)
+        if shards > 1:
+            # FSDP2 splits dim 0 as torch.chunk does, so the last ranks have fewer rows, or none.
+            rows = chunk(shape[0], shards, index) if shape else slice(0, 1)
+            shape[:1] = [rows.stop - rows.start]
+        return prod(shape) * param.dtype.itemsize
 
 
 def local_params(rank_model: RankModel) -> dict[str, LocalParam]:

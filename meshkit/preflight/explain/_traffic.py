@@ -5,8 +5,8 @@ It is read from the same tables that `parallelize` executes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -113,47 +113,61 @@ def _add_lines(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
             log.add("cp", back, size, f"{what}, backward", int(each.trains), module=module)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """An FSDP unit, "" is the root. kind: units of one kind have equal parameters. resharded: whether ZeRO-3 frees what it
+    gathered before backward. flows: whether a gradient goes through it. prefetched: whether it is gathered in backward
+    nevertheless, for once.
+    """
+
+    name: str
+    params: tuple[LocalParam, ...]
+    kind: Hashable
+    resharded: bool
+    flows: bool
+    prefetched: bool
+
+
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
     """ZeRO (FSDP) and replicas: all-gathers of parameters, reduce-scatters and all-reduces of gradients."""
-    head = None if rank_model.memory.loss is None else head_of(rank_model.model, rank_model.plan)
-    keep_gathered = kept_units(rank_model.blocks, rank_model.units, head)
-    # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
-    # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
-    prefetched = rank_model.flow.last_without_gradient([*rank_model.blocks, *rank_model.units])
-    # Experts first, as `parallelize` shards them first: what a unit has taken, none around it takes.
-    for unit, params in rank_model.derived(("units", rank_model.place), lambda: _units(rank_model)):
-        if params:
-            # Experts are gathered and freed with their block: see [Note: gathers outside of recompute].
-            owner = next((block for block in rank_model.blocks if unit.startswith(f"{block}.")), unit)
-            resharded = bool(unit) and owner not in keep_gathered
-            flows = rank_model.flow.leaves(owner)
-            again = microbatches if flows else int(unit == prefetched)
-            _add_unit(log, rank_model, unit, params, microbatches, again=again * resharded)
+    sizes: dict[Hashable, tuple[int, int]] = {}
+    for unit in rank_model.derived(("units", rank_model.place), lambda: _units(rank_model)):
+        if unit.kind not in sizes:
+            sizes[unit.kind] = _unit_bytes(rank_model, unit.params)
+        _add_unit(log, rank_model, unit, sizes[unit.kind], microbatches)
 
 
 def _add_unit(
-    log: TrafficLog, rank_model: RankModel, unit: str, params: dict[str, LocalParam], microbatches: int, *, again: int
+    log: TrafficLog, rank_model: RankModel, unit: _Unit, gathered_reduced: tuple[int, int], microbatches: int
 ) -> None:
-    """One FSDP unit. again: how often backward gathers its parameters, if the ZeRO stage reshards them after forward."""
+    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
+    zero = Zero(rank_model.zero)
+    gathered, reduced = gathered_reduced
+    axis, shards, _ = rank_model.sharded_over(unit.params[0])
+    gathers = microbatches if zero.reshard_between_microbatches else 1
+    reductions = microbatches if zero.reduce_every_microbatch else 1
+    again = (microbatches if unit.flows else int(unit.prefetched)) * unit.resharded
+    if shards > 1:
+        log.add(axis, "all_gather", gathered, "parameters, forward", gathers, module=unit.name)
+        times = again * zero.reshard_after_forward
+        log.add(axis, "all_gather", gathered, "parameters, backward", times, module=unit.name)
+        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions, module=unit.name)
+    if rank_model.spec.dp_replicate > 1:
+        # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
+        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward", module=unit.name)
+
+
+def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> tuple[int, int]:
+    """Of a unit's (gathered parameters, reduced gradients)."""
     # [Note: what a size is]
     # An all-gather's is its result and a reduce-scatter's its input, both the whole tensor, as the profiler and NCCL's tests
     # count them. A ring moves (n - 1) / n of that in and out of each rank, and an all-reduce twice that: it is the two.
-    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
-    zero = Zero(rank_model.zero)
-    axis, shards, _ = rank_model.sharded_over(next(iter(params)))
-    gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params.values())
+    _, shards, _ = rank_model.sharded_over(params[0])
+    gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params)
     reduced = sum(
-        _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params.values() if param.trains
+        _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params if param.trains
     )
-    gathers = microbatches if zero.reshard_between_microbatches else 1
-    reductions = microbatches if zero.reduce_every_microbatch else 1
-    if shards > 1:
-        log.add(axis, "all_gather", gathered, "parameters, forward", gathers, module=unit)
-        log.add(axis, "all_gather", gathered, "parameters, backward", again * zero.reshard_after_forward, module=unit)
-        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions, module=unit)
-    if rank_model.spec.dp_replicate > 1:
-        # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
-        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward", module=unit)
+    return gathered, reduced
 
 
 def _gathered_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
@@ -166,21 +180,41 @@ def _reduced_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
     return reduction_dtype(torch.empty(0, dtype=param.dtype), rank_model.memory.precision)
 
 
-def _units(rank_model: RankModel) -> list[tuple[str, dict[str, LocalParam]]]:
-    """(unit, its parameters); last, under "", those of the root."""
+def _units(rank_model: RankModel) -> list[_Unit]:
+    """Those that have parameters; the root is last."""
     # Under all of their names: a tied parameter whose second name is outside of a unit keeps that unit in the root.
     names = {
         name: param
         for name, param in rank_model.model.named_parameters(remove_duplicate=False)
         if rank_model.runs(name)
     }
-    units = shard_units(names, [*rank_model.blocks, *rank_model.units])
+    blocks, units = rank_model.blocks, rank_model.units
     expert_units = [name for name in rank_model.experts if rank_model.runs(name) and in_expert_view(rank_model.spec)]
+    head = None if rank_model.memory.loss is None else head_of(rank_model.model, rank_model.plan)
+    keep_gathered = kept_units(blocks, units, head)
+    # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
+    # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
+    prefetched = rank_model.flow.last_without_gradient([*blocks, *units])
     rest, found = dict(rank_model.params), []
-    for unit in [*expert_units, *units]:
-        inside = [name for name in rest if name.startswith(f"{unit}.")]
-        found.append((unit, {name: rest.pop(name) for name in inside}))
-    return [*found, ("", rest)]
+    # Experts first, as `parallelize` shards them first: what a unit has taken, none around it takes.
+    for unit in (*expert_units, *shard_units(names, [*blocks, *units]), ""):
+        inside = [name for name in rest if name.startswith(f"{unit}." * bool(unit))]
+        if not inside:
+            continue
+        params = tuple(rest.pop(name) for name in inside)
+        # Experts are gathered and freed with their block: see [Note: gathers outside of recompute].
+        owner = next((block for block in blocks if unit.startswith(f"{block}.")), unit)
+        found.append(
+            _Unit(
+                name=unit,
+                params=params,
+                kind=tuple(param.kind for param in params),
+                resharded=bool(unit) and owner not in keep_gathered,
+                flows=rank_model.flow.leaves(owner),
+                prefetched=unit == prefetched,
+            )
+        )
+    return found
 
 
 def _padded(param: LocalParam, shards: int) -> int:

@@ -20,7 +20,7 @@ from meshkit.preflight.forecast._profiles import profile_model
 from meshkit.preflight.forecast._result import Forecast
 from meshkit.preflight.forecast._step import step_profile
 from meshkit.program import Program, read_program
-from meshkit.resolve import Resolved, resolve
+from meshkit.resolve import Resolved, resolve_alike
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import Strategy
 
@@ -39,7 +39,9 @@ class Profiles:
 
     def program_of(self, model: nn.Module) -> Program:
         """Read once, so that proofs about it are made once."""
-        return self._programs.setdefault(id(model), read_program(model))
+        if id(model) not in self._programs:
+            self._programs[id(model)] = read_program(model)
+        return self._programs[id(model)]
 
     def of(
         self,
@@ -101,7 +103,7 @@ def forecast(
     sizes = spec_of(spec, chosen)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     kept = Profiles() if profiles is None else profiles
-    resolved = resolve(kept.program_of(model), chosen, sizes, device_type=machine.device.kernels)
+    resolved = resolve_alike(kept.program_of(model), chosen, sizes, device_type=machine.device.kernels)
     count = chosen.microbatches or 1
     step = batch or Batch(sequences=count * sizes.dp_replicate * sizes.dp_shard, seq_len=4096)
     return forecast_resolved(resolved, machine, step, microbatches=count, mask=mask, loss=loss, profiles=kept)

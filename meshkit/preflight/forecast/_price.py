@@ -24,6 +24,7 @@ ADAM_BYTES = 28  # of an element in fp32: parameter, gradient and two moments ar
 NORM_BYTES = 12  # clipping reads a gradient for its norm, then reads and writes it
 ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
 Ledger = dict[str, float]
+KERNELS = ("matmul", "attention", "other kernels", "recompute", "optimizer")  # lines of a ledger that compute
 
 
 class Prices:
@@ -33,7 +34,7 @@ class Prices:
         self.cluster, self.spec = cluster, spec
         self._kernels: dict[Op, float] = {}
         self._calls: dict[tuple[str, str, int], float] = {}
-        self._parts: dict[tuple[int, tuple[Call, ...]], PartSeconds] = {}
+        self._parts: dict[tuple[int, int], tuple[PartSeconds, Part]] = {}
 
     def kernel_s(self, op: Op) -> float:
         if op not in self._kernels:
@@ -48,11 +49,11 @@ class Prices:
         return self._calls[key] * call.count
 
     def part(self, part: Part) -> PartSeconds:
-        """Equal profiles are priced once."""
-        key = id(part.profile), part.calls
+        """Parts of one profile and the same messages are priced once."""
+        key = id(part.profile), id(part.calls)
         if key not in self._parts:
-            self._parts[key] = _part_seconds(part, self)
-        return self._parts[key]
+            self._parts[key] = _part_seconds(part, self), part  # whose ids stay its own
+        return self._parts[key][0]
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,15 @@ def data_exposed(
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of a step and their ledger, which sums to them. simulation: of the pipeline; None without one."""
+    """Seconds of a step and their ledger, which sums to them. simulation: of the pipeline; None without one.
+
+    busy_s: for which a rank computes, the mean of all.
+    """
 
     seconds: float
     ledger: Ledger
     simulation: Simulation | None = None
+    busy_s: float = 0.0
 
 
 def price(profile: StepProfile, cluster: Cluster) -> Priced:
@@ -212,8 +217,9 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
     if profile.schedule is None:
         computed = [_times(ledger, profile.microbatches) for ledger in stages[0].ledgers.values()]
         ledger, simulation = _sum([*computed, stages[0].once, tail]), None
+        busy_s = _computed_s(ledger)
     else:
-        ledger, simulation = _pipelined(profile.schedule, stages, profile, prices)
+        ledger, simulation, busy_s = _pipelined(profile.schedule, stages, profile, prices)
         ledger = _sum([ledger, tail])
     if cluster.host.step_s:
         ledger["host"] = cluster.host.step_s
@@ -222,13 +228,15 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
         # The expected slowest of n ranks, for large n: Gumbel 1958.
         ledger["jitter"] = fsum(ledger.values()) * cluster.faults.jitter * sqrt(2 * log(ranks))
     ledger = {name: seconds for name, seconds in ledger.items() if seconds}
-    return Priced(fsum(ledger.values()), ledger, simulation)
+    return Priced(fsum(ledger.values()), ledger, simulation, busy_s)
 
 
 def _pipelined(
     schedule: Schedule, stages: Sequence[StageSeconds], profile: StepProfile, prices: Prices
-) -> tuple[Ledger, Simulation]:
+) -> tuple[Ledger, Simulation, float]:
     """The ledger of the rank that computes longest; what it waits for others is bubble, of which hops are pp's part.
+
+    Also how long a rank computes, on average.
 
     Where ranks share the cores of a host, a rank computes faster while others wait, and all together as fast as the cores do.
     """
@@ -246,8 +254,8 @@ def _pipelined(
     ledger = dict(of_rank[longest])
     idle_s = simulation.makespan_s - fsum(ledger.values())
     most = max((hops[one, longest] for one in range(schedule.world) if (one, longest) in hops), default=0.0)
-    ends = [0.0, *(event.end_s for event in simulation.events[longest])]
-    waits = [event.start_s - end_s for event, end_s in zip(simulation.events[longest], ends, strict=False)]
+    ends = (0.0, *simulation.ends_s[longest])
+    waits = [start_s - end_s for start_s, end_s in zip(simulation.starts_s[longest], ends, strict=False)]
     ledger["pp"] = ledger.get("pp", 0.0) + min(idle_s, fsum(min(most, wait) for wait in waits))
     ledger["bubble"] = idle_s - min(idle_s, fsum(min(most, wait) for wait in waits))
     if crowding > 1:
@@ -255,7 +263,8 @@ def _pipelined(
         ledger["shared cores"] = max(0.0, busy_s - simulation.makespan_s)
     # All ranks wait for the slowest before and after: the one whose gathers, reductions and optimizer take longest.
     once = [_sum(stages[stage].once for stage in schedule.stages_of(rank)) for rank in range(schedule.world)]
-    return _sum([ledger, max(once, key=lambda each: fsum(each.values()))]), simulation
+    busy_s = fsum(crowding * _computed_s(each) for each in of_rank) + fsum(_computed_s(each) for each in once)
+    return _sum([ledger, max(once, key=lambda each: fsum(each.values()))]), simulation, busy_s / schedule.world
 
 
 def pipeline_seconds(
@@ -290,6 +299,10 @@ def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:
     for call in calls:
         ledger["step" if call.phase == "step" else call.axis] += prices.call_s(call)
     return ledger
+
+
+def _computed_s(ledger: Ledger) -> float:
+    return fsum(ledger.get(name, 0.0) for name in KERNELS)
 
 
 def _times(ledger: Ledger, count: float) -> Ledger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshkit.cluster import Op
 from meshkit.mesh import MeshSpec
@@ -45,7 +46,7 @@ class ModelProfile:
     around: Mapping[str, Profile]
     before: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Of one microbatch on one rank, forward and backward."""
         return sum(profile.flops() for profile in (*self.blocks.values(), *self.around.values()))

@@ -8,21 +8,11 @@ from dataclasses import dataclass, replace
 from meshkit.cluster import Cluster
 from meshkit.preflight._format import format_axes, table_lines
 from meshkit.preflight.forecast._beside import COMPUTING, Told
-from meshkit.preflight.forecast._price import Ledger, Priced, Prices, price
+from meshkit.preflight.forecast._price import KERNELS, Ledger, Priced, Prices, price
 from meshkit.preflight.forecast._profile import StepProfile
 
 BAR = 30
-_COMPUTING = (
-    "matmul",
-    "attention",
-    "other kernels",
-    "recompute",
-    "launch",
-    "optimizer",
-    "host",
-    "jitter",
-    "shared cores",
-)
+_COMPUTING = (*KERNELS, "launch", "host", "jitter", "shared cores")
 LEVELS = {
     "datasheet": "from a datasheet; docs/accuracy.md has the errors on published runs",
     "measured": "from measure-cluster on this machine; docs/accuracy.md has the errors on runs there",
@@ -67,6 +57,12 @@ class Forecast:
         return self.profile.flops / (self.seconds * peak * self.ranks)
 
     @property
+    def joules(self) -> float | None:
+        """Of the step on all devices, at their fastest clock; None for a cluster that says no watts."""
+        device = self.cluster.device
+        return self.ranks * device.joules(self.seconds, self.priced.busy_s) if device.power else None
+
+    @property
     def told(self) -> Told:
         """As a rank measures a step, and as a file keeps it."""
         by_axis: defaultdict[str, float] = defaultdict(float)
@@ -97,9 +93,10 @@ class Forecast:
             (name, f"{seconds * 1e3:,.2f} ms", f"{seconds / self.seconds:.1%}", "█" * round(BAR * seconds / longest))
             for name, seconds in sorted(self.ledger.items(), key=lambda item: -item[1])
         ]
+        joules = "" if self.joules is None else f", {self.joules:,.4g} J"
         lines = [
             f"{self.ranks} ranks, {axes}, {parts}, on {self.cluster.device.name}",
-            f"step {self.seconds:.4g} s, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}",
+            f"step {self.seconds:.4g} s, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}{joules}",
             "",
             *table_lines(rows, right=(1, 2)),
             "",

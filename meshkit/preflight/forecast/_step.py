@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 
 from meshkit.mask import Mask
 from meshkit.parallel.data import Zero
-from meshkit.parallel.pipeline import Cut, Schedule
-from meshkit.preflight.explain import Explanation, Sent, explain_microbatch, explain_step
+from meshkit.parallel.pipeline import Cut
+from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.resolve import Resolved
 
@@ -38,11 +37,11 @@ def step_profile(
         names = {stage: _names(stage, cut, computed) for stage in of_rank}
         alike = tuple(tuple(_kind(computed, name) for name in names[stage]) for stage in of_rank)
         if alike not in known:
-            said = explain_step(resolved, microbatches=microbatches, coordinate={"pp": rank})
+            sent, held = explain_step(resolved, microbatches=microbatches, coordinate={"pp": rank})
             every = [name for stage in of_rank for name in names[stage]]
             calls = _calls(resolved, rank, every, max(1, -(-rows // microbatches)), seq_len, mask)
-            known[alike] = _parts(resolved, said, calls, computed, names)
-            once |= dict.fromkeys(_once(said))
+            known[alike] = _parts(resolved, sent, held, calls, computed, names)
+            once |= dict.fromkeys(_once(sent))
         for stage, parts in zip(of_rank, known[alike].values(), strict=True):
             stages[stage] = parts
     return StepProfile(
@@ -52,7 +51,7 @@ def step_profile(
         flops=computed.flops * microbatches * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp,
         dtype=str(resolved.compute).removeprefix("torch."),
         stages=tuple(stages),
-        schedule=None if cut is None else _table(cut, spec.pp, microbatches),
+        schedule=None if cut is None else cut.checked(spec.pp, microbatches).schedule,
         crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
         once=tuple(once),
     )
@@ -95,10 +94,12 @@ def _calls(
         kept: Mapping[str, tuple[Call, ...]] = resolved.derived[key]
         return kept
     calls: dict[str, list[Call]] = {name: [] for name in names}
+    owners: dict[str, str] = {}
     for sent in explain_microbatch(resolved, rows=rows, seq_len=seq_len, mask=mask, coordinate={"pp": rank}):
         if sent.what != "hidden states":
-            calls[_owner(sent.module, names)].append(_call(sent))
-    made = {name: tuple(each) for name, each in calls.items()}
+            calls[_owner(sent.module, names, owners)].append(_call(sent))
+    alike: dict[tuple[Call, ...], tuple[Call, ...]] = {}  # equal ones are one object, by which they are priced once
+    made = {name: alike.setdefault(tuple(each), tuple(each)) for name, each in calls.items()}
     if mask is None:
         resolved.derived[key] = made
     return made
@@ -106,23 +107,26 @@ def _calls(
 
 def _parts(
     resolved: Resolved,
-    said: Explanation,
+    sent: Sequence[Sent],
+    held: Mapping[str, tuple[int, int]],
     calls: Mapping[str, tuple[Call, ...]],
     computed: ModelProfile,
     names: Mapping[int, Sequence[str]],
 ) -> dict[int, tuple[Part, ...]]:
     every = [name for stage in names.values() for name in stage]
+    owners: dict[str, str] = resolved.derived.setdefault(("owners", tuple(every)), {})
     data: dict[str, list[Call]] = {name: [] for name in every}
-    for sent in said.sent:
-        if sent.phase != "step" and not _is_tied(sent):
-            data[_owner(sent.module, every)].append(_call(sent))
-    shards = _sizes(resolved, said, every)
+    for each in sent:
+        if each.phase != "step" and not _is_tied(each):
+            data[_owner(each.module, every, owners)].append(_call(each))
+    shards = _sizes(resolved, held, every, owners)
     profiles = {**computed.blocks, **computed.around}
+    nothing = Profile(ops=(), launches={})
     return {
         stage: tuple(
             Part(
                 name=name,
-                profile=profiles.get(name, Profile(ops=(), launches={})),
+                profile=profiles.get(name, nothing),
                 calls=calls[name],
                 data=tuple(data[name]),
                 copied_bytes=_copied_bytes(data[name]),
@@ -135,10 +139,12 @@ def _parts(
     }
 
 
-def _owner(module: str, names: Sequence[str]) -> str:
+def _owner(module: str, names: Sequence[str], known: dict[str, str]) -> str:
     """The part that holds the module; what no part holds belongs to the last, or first, of this rank."""
-    inside = next((name for name in names if name and f"{module}.".startswith(f"{name}.")), None)
-    return inside if inside is not None else OUTSIDE if OUTSIDE in names else names[0]
+    if module not in known:
+        inside = next((name for name in names if name and f"{module}.".startswith(f"{name}.")), None)
+        known[module] = inside if inside is not None else OUTSIDE if OUTSIDE in names else names[0]
+    return known[module]
 
 
 def _call(sent: Sent) -> Call:
@@ -150,8 +156,8 @@ def _is_tied(sent: Sent) -> bool:
     return sent.message.axis == "pp" and not sent.microbatches
 
 
-def _once(said: Explanation) -> Iterable[Call]:
-    return (_call(sent) for sent in said.sent if sent.phase == "step" or _is_tied(sent))
+def _once(sent: Sequence[Sent]) -> Iterable[Call]:
+    return (_call(each) for each in sent if each.phase == "step" or _is_tied(each))
 
 
 def _copied_bytes(data: Sequence[Call]) -> float:
@@ -159,30 +165,22 @@ def _copied_bytes(data: Sequence[Call]) -> float:
     return float(sum(2 * call.size * call.count for call in data if call.op in ("all_gather", "reduce_scatter")))
 
 
-def _sizes(resolved: Resolved, said: Explanation, names: Sequence[str]) -> dict[str, tuple[int, float]]:
+def _sizes(
+    resolved: Resolved, held: Mapping[str, tuple[int, int]], names: Sequence[str], owners: dict[str, str]
+) -> dict[str, tuple[int, float]]:
     """Of each part (elements that this rank updates, bytes of its gradients that microbatches add up)."""
     accumulates = not Zero(resolved.zero).reduce_every_microbatch
     trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
     shards = resolved.spec.dp_shard * resolved.spec.cp
-    for row in said.params:
-        if row.name not in trained:
+    for name, (kept, size) in held.items():
+        if name not in trained:
             continue
-        owner = _owner(row.name, names)
+        owner = _owner(name, names, owners)
         elements, grad_bytes = sizes[owner]
-        held = row.rank_bytes // row.dtype.itemsize
-        local = held * shards if accumulates else held
-        sizes[owner] = elements + held, grad_bytes + local * row.dtype.itemsize
+        local = size * shards if accumulates else size
+        sizes[owner] = elements + kept, grad_bytes + local
     return sizes
-
-
-@lru_cache(maxsize=64)
-def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule:
-    return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
-
-
-def _table(cut: Cut, ranks: int, microbatches: int) -> Schedule:
-    return _table_of(cut.generate, ranks, microbatches)
 
 
 def _crossing(resolved: Resolved, cut: Cut, rows: int, seq_len: int, microbatches: int) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,8 @@
 """Search: all strategies of a space, cheapest first, until none that is left could be better."""
 
 from ._drawing import svg as svg
+from ._goal import Goal as Goal
 from ._partition import min_max_partition as min_max_partition
-from ._pricing import Goal as Goal
 from ._result import Found as Found
 from ._result import Neighbour as Neighbour
 from ._result import Tried as Tried

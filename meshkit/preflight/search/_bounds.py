@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -61,8 +61,12 @@ class Microbatch:
     around: Mapping[str, Seconds]
 
     @cached_property
+    def sum(self) -> Seconds:
+        return Seconds.sum([*self.blocks.values(), *self.around.values()])
+
+    @property
     def total_s(self) -> float:
-        return sum(each.total_s for each in (*self.blocks.values(), *self.around.values()))
+        return self.sum.total_s
 
     def least_s(self, strategy: Strategy, *, share: float = 1.0) -> float:
         """With stages cut anywhere: a rank of pp computes the mean of all at least.
@@ -70,6 +74,29 @@ class Microbatch:
         share: of these seconds, that the microbatch takes.
         """
         return share * self.total_s * (strategy.microbatches or 1) / strategy.mesh_for().pp
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Seconds of FSDP's gathers and reductions of a step without pp: those of each microbatch, and those of once a step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_once_s: float = 0.0
+    backward_once_s: float = 0.0
+
+    def least_s(self, microbatch: Microbatch, microbatches: int, share: float) -> float:
+        """What computes beside a message takes as long as the longer of the two, at least, in forward and in backward."""
+        seconds = microbatch.sum.part(share)
+        forward_s, backward_s = seconds.forward_s, seconds.backward_s + seconds.weight_s
+        least = 0.0
+        for computed_s, each_s, once_s in (
+            (forward_s, self.forward_s, self.forward_once_s),
+            (backward_s, self.backward_s, self.backward_once_s),
+        ):
+            busy_s = max(computed_s, each_s)
+            least += max(microbatches * busy_s, (microbatches - 1) * busy_s + once_s)
+        return least
 
 
 @dataclass(frozen=True)
@@ -300,23 +327,13 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
 
 def alive_of(cut: Cut, ranks: int, microbatches: int) -> Alive | None:
     """None where there is no such table."""
-    return _alive_of(cut.generate, ranks, microbatches)
-
-
-@lru_cache(maxsize=4096)
-def _alive_of(generate: object, ranks: int, microbatches: int) -> Alive | None:
-    table = _table_of(generate, ranks, microbatches)
+    table = table_of(cut, ranks, microbatches)
     return None if table is None else Alive.of(table)
 
 
 def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:
     """None where there is none."""
-    return _table_of(cut.generate, ranks, microbatches)
-
-
-@lru_cache(maxsize=128)
-def _table_of(generate: object, ranks: int, microbatches: int) -> Schedule | None:
     try:
-        return generate(ranks, microbatches)  # type: ignore[operator,no-any-return]
+        return cut.checked(ranks, microbatches).schedule
     except MeshkitError:
         return None

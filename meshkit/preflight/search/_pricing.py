@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -16,9 +16,12 @@ from meshkit.errors import MeshkitError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight._thin import kinds_of_blocks, thin_program
 from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, kept_of_blocks
+from meshkit.preflight.explain import explain_step
 from meshkit.preflight.forecast import (
     Batch,
+    Call,
     Forecast,
     ModelProfile,
     Part,
@@ -29,14 +32,14 @@ from meshkit.preflight.forecast import (
     forecast_profile,
     profile_step,
 )
-from meshkit.preflight.search._bounds import Elements, Microbatch, Seconds
+from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Microbatch, Seconds, alive_of
+from meshkit.preflight.search._goal import Goal, cost
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
 from meshkit.resolve import Resolved, resolve_alike
 from meshkit.step import Loss
-from meshkit.strategy import PipelinePolicy, Strategy
+from meshkit.strategy import BlockOverride, PipelinePolicy, Strategy
 
-Goal = Literal["time", "cost", "fewest ranks"] | Callable[[Forecast], float]
 Kept = dict[str, tuple[int, int]]
 Made = TypeVar("Made")
 NOTHING = Profile(ops=(), launches={})
@@ -50,12 +53,15 @@ class Pricing:
         self.program = self.profiles.program_of(model)
         self._resolved: OrderedDict[str, Resolved] = OrderedDict()
         self._profiles: OrderedDict[str, StepProfile] = OrderedDict()
+        self._forecasts: OrderedDict[str, Forecast] = OrderedDict()
         self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
         self._microbatches: dict[Hashable, Microbatch | None] = {}
         self._cuts: dict[Hashable, Cut | None] = {}
         self._elements: dict[Hashable, Elements | None] = {}
         self._kept: dict[Hashable, Kept | None] = {}
+        self._gathers: dict[Hashable, Gathers] = {}
+        self._alive: dict[Hashable, Alive | None] = {}
 
     # ------------------------------------------------------------------------------------------------- exactly
 
@@ -72,17 +78,17 @@ class Pricing:
 
         return _kept(self._profiles, repr(strategy), made)
 
+    def forecast(self, strategy: Strategy) -> Forecast:
+        return _kept(self._forecasts, repr(strategy), lambda: forecast_profile(self.profile(strategy), self.cluster))
+
     def tried(self, strategy: Strategy) -> Tried:
         key = repr(strategy)
         if key not in self._tried:
-            told = forecast_profile(self.profile(strategy), self.cluster)
-            self._tried[key] = Tried(strategy=strategy, forecast=told, memory=self.peak(strategy), cost=self.cost(told))
+            told = self.forecast(strategy)
+            self._tried[key] = Tried(
+                strategy=strategy, forecast=told, memory=self.peak(strategy), cost=cost(self.goal, told)
+            )
         return self._tried[key]
-
-    def cost(self, told: Forecast) -> float:
-        if callable(self.goal):
-            return self.goal(told)
-        return told.seconds * told.ranks if self.goal == "cost" else told.seconds
 
     def peak(self, strategy: Strategy) -> Composed:
         key = repr(strategy)
@@ -191,15 +197,20 @@ class Pricing:
         return self._microbatches[key]
 
     def _sent(self, strategy: Strategy, rows: int, ep: int) -> Microbatch | None:
+        """On a copy with one block of each kind: what a block sends depends on no other."""
         whole = self.whole(strategy, rows, ep)
         if whole is None:
             return None
         alone = self._alone(strategy)
-        spec = alone.mesh_for()
-        batch = Batch(sequences=rows * spec.dp_shard, seq_len=self.batch.seq_len)
+        spec, kinds, resolved = alone.mesh_for(), *self._thin(alone, ep)
         computed = self._computed(strategy, rows, ep)
         profile = profile_step(
-            self.resolved(alone), batch, microbatches=1, loss=self.loss, profiles=self.profiles, computed=computed
+            resolved,
+            Batch(sequences=rows * spec.dp_shard, seq_len=self.batch.seq_len),
+            microbatches=1,
+            loss=self.loss,
+            profiles=self.profiles,
+            computed=replace(computed, blocks={name: computed.blocks[name] for name in resolved.blocks}),
         )
         prices, share = Prices(self.cluster, spec), 1 / (spec.cp * spec.tp)
         known = {**whole.blocks, **whole.around}
@@ -209,9 +220,51 @@ class Pricing:
             messages = Seconds.of(prices.part(Part(name=part.name, profile=NOTHING, calls=calls)))
             seconds[part.name] = Seconds.sum([known.get(part.name, Seconds()).part(share), messages])
         return Microbatch(
-            blocks={name: each for name, each in seconds.items() if name in whole.blocks},
+            blocks={name: seconds[kinds[name]] for name in whole.blocks},
             around={name: each for name, each in seconds.items() if name not in whole.blocks},
         )
+
+    def _thin(self, strategy: Strategy, ep: int) -> tuple[Mapping[str, str], Resolved]:
+        """(block -> the first that is like it, the strategy for a model of those). Each is treated as in the whole."""
+        one = self.resolved(self._whole(strategy, ep))
+        kinds = kinds_of_blocks(one.program.model, one.blocks, one.treatments)
+        program = thin_program(one, kinds, "sent", lambda model: None)
+        overrides = {name: BlockOverride(recompute=one.treatments[name].recompute) for name in kinds.values()}
+        thin = replace(strategy, memory=replace(strategy.memory, recompute="none"), overrides=overrides)
+        return kinds, resolve_alike(program, thin, thin.mesh_for(), device_type=self.cluster.device.kernels)
+
+    def gathers(self, strategy: Strategy, ep: int) -> Gathers:
+        """What FSDP sends in a step without pp, but what it gathers again in backward for modules around the blocks."""
+        key = strategy.mesh_for(), strategy.zero
+        if key not in self._gathers:
+            # Neither how activations lie nor what is recomputed changes them, and all microbatches send the same.
+            plain = replace(strategy, sequence=False, microbatches=2, memory=replace(strategy.memory, recompute="none"))
+            try:
+                self._gathers[key] = self._gathered(plain, ep)
+            except MeshkitError:
+                self._gathers[key] = Gathers()
+        return self._gathers[key]
+
+    def _gathered(self, strategy: Strategy, ep: int) -> Gathers:
+        kinds, resolved = self._thin(strategy, ep)
+        blocks, alike = list(kinds), Counter(kinds.values())
+        again = resolved.zero == 3 and len(self.program.trained) >= len(self.program.parameters)
+        prices = Prices(self.cluster, strategy.mesh_for())
+        each: defaultdict[str, float] = defaultdict(float)
+        once: defaultdict[str, float] = defaultdict(float)
+        for sent in explain_step(resolved, microbatches=2)[0]:
+            kind = next((name for name in alike if f"{sent.module}.".startswith(f"{name}.")), "")
+            if sent.phase == "step":
+                continue
+            call = Call(sent.message.axis, sent.message.op, sent.message.size, sent.phase, 1)
+            seconds = prices.call_s(call) * (alike[kind] if kind else 1)
+            of = each if sent.count == 2 else once
+            if (call.op, call.phase) != ("all_gather", "backward"):
+                of[call.phase] += seconds
+            if again and kind and (call.op, call.phase) == ("all_gather", "forward"):
+                # All blocks are gathered again but the last, which the thin model has in another place.
+                of["backward"] += seconds - (prices.call_s(call) if kinds[blocks[-1]] == kind else 0.0)
+        return Gathers(each["forward"], each["backward"], once["forward"], once["backward"])
 
     def microbatch(self, strategy: Strategy, rows: int) -> Microbatch | None:
         """Seconds of the parts of one microbatch of so many rows; None where it is refused without the rest of its mesh."""
@@ -255,6 +308,15 @@ class Pricing:
             except MeshkitError:
                 self._cuts[key] = None
         return self._cuts[key]
+
+    def alive(self, strategy: Strategy, microbatches: int) -> Alive | None:
+        """Of the strategy's table with so many microbatches; None without pp, and where there is none."""
+        ranks = strategy.mesh_for().pp
+        key = ranks, strategy.pipeline.schedule, microbatches
+        if key not in self._alive:
+            cut = self.cut(strategy)
+            self._alive[key] = None if cut is None else alive_of(cut, ranks, microbatches)
+        return self._alive[key]
 
     @cached_property
     def itemsize(self) -> int:

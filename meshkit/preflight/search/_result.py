@@ -60,10 +60,11 @@ class Found:
     """What a search found. `str()` is the printed form.
 
     winner: None where nothing fits. front: of what was priced and fits, all of which nothing else is at least as good in
-    seconds, bytes and ranks. tried: all that was priced;
+    seconds, bytes, ranks and joules. tried: all that was priced;
     what does not fit only by an exhaustive search. refused: by `resolve`'s own text -> how many. unfit:
     how many needed more than the device has. cut: how many could not be better than the best by their lower bound, and were
-    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each.
+    not priced. least: the fewest bytes that were seen, and of what. neighbours: one line each. gap:
+    of a search that was ended before it was over, by which share of the winner's cost something else may be better.
     """
 
     winner: Tried | None
@@ -76,6 +77,7 @@ class Found:
     neighbours: tuple[Neighbour, ...]
     device_bytes: int | None
     took_s: float
+    gap: float = 0.0
 
     @property
     def best(self) -> Strategy | None:
@@ -105,6 +107,8 @@ class Found:
             )
             lines.append(f"nothing fits{room}{fewest}")
         else:
+            if self.gap:
+                lines.append(f"ended before all was looked at: nothing is better by more than {self.gap:.1%}")
             lines += ["", str(self.winner.forecast), f"peak {format_bytes(self.winner.peak_bytes)}", "", self.flags]
             if self.neighbours:
                 lines += ["", *map(str, self.neighbours)]
@@ -144,12 +148,18 @@ def reason_of(error: MeshkitError) -> str:
 
 
 def pareto(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """By seconds: those than which nothing is at least as good in seconds, bytes and ranks."""
+    """By seconds: those than which nothing is at least as good in seconds, bytes, ranks and joules, where those are known."""
     front: list[Tried] = []
-    for each in sorted(tried, key=lambda one: (one.seconds, one.peak_bytes, one.ranks)):
-        if not any(other.peak_bytes <= each.peak_bytes and other.ranks <= each.ranks for other in front):
+    for each in sorted(tried, key=lambda one: (one.seconds, *_beside_seconds(one))):
+        if not any(
+            all(a <= b for a, b in zip(_beside_seconds(other), _beside_seconds(each), strict=True)) for other in front
+        ):
             front.append(each)
     return tuple(front)
+
+
+def _beside_seconds(tried: Tried) -> tuple[float, ...]:
+    return tried.peak_bytes, tried.ranks, tried.forecast.joules or 0.0
 
 
 def why_it_loses(best: Tried, other: Tried, device_bytes: int | None) -> str:

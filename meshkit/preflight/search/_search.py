@@ -6,7 +6,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count as counting
 
@@ -17,12 +17,13 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
-from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, alive_of, ranks_of, table_of
+from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
+from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
-from meshkit.preflight.search._pricing import Goal, Pricing
+from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
-from meshkit.preflight.search._space import Space, divisors
+from meshkit.preflight.search._space import Group, Space, divisors
 from meshkit.step import Loss, next_token_loss
 from meshkit.strategy import PipelinePolicy, Strategy
 
@@ -42,32 +43,35 @@ def search(
     loss: Loss = next_token_loss,
     exhaustive: bool = False,
     recheck: bool = True,
+    limit_s: float | None = None,
     progress: Callable[[int, int, Tried | None], None] | None = None,
 ) -> Found:
     """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
 
     model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. goal: "time", seconds of a
-    step; "cost", seconds times ranks; "fewest ranks", the least divisor of the world on which something fits, then time; or a
-    function of a `Forecast`, for which everything is priced. fixed: choices that stay, as precision. exhaustive: price
+    step; "cost", seconds times ranks; "energy", joules of a step, of a cluster that says `device.power`; "fewest ranks", the
+    least divisor of the world on which something fits, then time; or a function of a `Forecast`, for which everything is
+    priced. fixed: choices that stay, as precision. exhaustive: price
     everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
     what its composed peak may be wrong by.
+    limit_s: processor seconds after which the best so far is the answer, and `Found.gap` says what was left.
     progress: called with how many were priced, how many are left, and the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
     Raises: PlanError for no world, and for a goal that there is not.
     """
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
-    if not callable(goal) and goal not in ("time", "cost", "fewest ranks"):
-        raise PlanError(
-            f'search(goal={goal!r}): choose "time", "cost", "fewest ranks", or give a function of a Forecast.'
-        )
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    refuse_goal(goal, machine)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
     pricing = Pricing(model, machine, batch, loss, goal)
+    limit = None if limit_s is None else time.process_time() + limit_s
     worlds = divisors(world) if goal == "fewest ranks" else [world]
     for ranks in worlds:
-        found = _of_world(pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, progress)
+        found = _of_world(
+            pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, limit, progress
+        )
         if found.winner is not None:
             break
     return found
@@ -75,15 +79,12 @@ def search(
 
 @dataclass(order=True)
 class _Node:
-    """Of the heap: a group of strategies, which differ in how their data ranks are split into replicas and shards alone.
-
-    level: how much is known of it. See `Level`.
-    """
+    """Of the heap. level: how much is known of the group. See `Level`."""
 
     bound: float
     number: int
-    group: tuple[Strategy, ...] = ()
-    level: int = 0
+    group: Group = field(compare=False)
+    level: int = field(compare=False)
 
 
 class Level(IntEnum):
@@ -106,7 +107,7 @@ class _World:
         self, pricing: Pricing, world: int, device_bytes: int | None, *, exhaustive: bool, balance: bool
     ) -> None:
         self.pricing, self.device_bytes = pricing, device_bytes
-        self.scale = world if pricing.goal == "cost" else 1
+        self.world = world
         self.exhaustive, self.balance = exhaustive, balance
         self.refused: Counter[str] = Counter()
         self.unfit = self.left = 0
@@ -122,68 +123,77 @@ class _World:
         self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
         self.crowded = pricing.cluster.crowding > 1
 
-    def push(self, bound: float, group: tuple[Strategy, ...], level: int) -> None:
+    def push(self, bound: float, group: Group, level: int) -> None:
         heapq.heappush(self.heap, _Node(bound, next(self._number), group, level))
 
-    def add(self, strategies: Sequence[Strategy]) -> None:
-        groups: dict[Hashable, list[Strategy]] = {}
-        for strategy in strategies:
-            spec = strategy.mesh_for()
-            alike = replace(spec, dp_replicate=1, dp_shard=spec.dp_replicate * spec.dp_shard)
-            family = self.pricing.family(strategy)
-            key = family, alike, strategy.microbatches, strategy.pipeline.schedule, strategy.zero
-            groups.setdefault(key, []).append(strategy)
-            rows = self.pricing.rows(strategy)
-            for each in (family, None):  # of all families
+    def add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            rows = self.pricing.rows(group.first)
+            for each in (self.pricing.family(group.first), None):  # of all families
                 self._rows[each] = max(self._rows.get(each, 0), rows)
-            self._most_ep = max(self._most_ep, spec.ep)
-        for group in groups.values():
-            # Most shards first: they hold least.
-            by_shards = tuple(sorted(group, key=lambda one: one.mesh_for().dp_replicate))
-            self.push(0.0 if self.exhaustive else self.mean_s(by_shards[0], Level.WHOLE), by_shards, Level.WHOLE)
-        self.left = len(strategies)
+            self._most_ep = max(self._most_ep, group.meshes[0].ep)
+        for group in groups:
+            least_s = 0.0 if self.exhaustive else self.mean_s(group.first, Level.WHOLE)
+            self.push(self.cost(group.first, least_s), group, Level.WHOLE)
+        self.left = sum(map(len, groups))
 
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
         group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
+        if level is Level.TRACED and self.best is None:
+            level = Level.OWN  # until something fits there is nothing that a bound could cut
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
-                for strategy in variant:
+                for strategy in variant.strategies:
                     self.price(strategy)
         elif level is None:
             self.price_all(group)
-        elif level is Level.SENT and group[0].mesh_for().pp > 1 and self.pricing.cut(group[0]) is None:
+        elif level is Level.SENT and group.meshes[0].pp > 1 and self.pricing.cut(group.first) is None:
             self.price_all(group)  # it is refused, as likely as not, and nothing is known of its stages
-        else:
-            variants = self.variants(group) if level is Level.SENT else [group]
-            self.left += (len(variants) - 1) * len(group)
+        elif level is Level.SENT:
+            small = self.small_enough(group, Level.WHOLE)  # wherever its stages are cut
+            variants = [] if small is None else self.variants(small)
+            self.left += sum(map(len, variants[1:]))
             for variant in variants:
-                small = self.small_enough(variant, level)
-                if small:
-                    self.push(max(node.bound, self.least_s(small[0], level)), small, level)
+                self.learn(variant, level, node.bound)
+        else:
+            self.learn(group, level, node.bound)
 
-    def small_enough(self, group: tuple[Strategy, ...], level: Level) -> tuple[Strategy, ...]:
-        """Those that may fit, by their least bytes. Counts the others."""
-        if self.device_bytes is None or level is Level.OWN:
-            return group
+    def learn(self, group: Group, level: Level, bound: float) -> None:
+        small = self.small_enough(group, level)
+        if small is None:
+            return
+        if level is Level.OWN and self.best is None:
+            self.price_all(small)
+        else:
+            # Of a pipeline data axes change nothing.
+            every = small.strategies if small.meshes[0].pp == 1 else (small.first,)
+            least_s = min(self.least_s(strategy, level) for strategy in every)
+            self.push(max(bound, self.cost(small.first, least_s)), small, level)
+
+    def small_enough(self, group: Group, level: Level) -> Group | None:
+        """Those that may fit, by their least bytes; None where none may. Counts the others."""
+        if self.device_bytes is None or level is Level.TRACED:
+            return group  # what it keeps is traced with its own rows alone, for that is asked for again
         ranks: dict[bool, Ranks | None] = {}
         small = []
-        for each in group:
-            alone = each.mesh_for().dp_shard * each.mesh_for().cp == 1
+        for strategy in group.strategies:
+            spec = strategy.mesh_for()
+            alone = spec.dp_shard * spec.cp == 1
             if alone not in ranks:
-                ranks[alone] = self.ranks(each, level)
+                ranks[alone] = self.ranks(strategy, level)
             of_ranks = ranks[alone]
-            if of_ranks is None or of_ranks.least_bytes(each, self.pricing.itemsize) <= self.device_bytes:
-                small.append(each)
+            if of_ranks is None or of_ranks.least_bytes(strategy, self.pricing.itemsize) <= self.device_bytes:
+                small.append(strategy)
         self.unfit += len(group) - len(small)
         self.left -= len(group) - len(small)
-        return tuple(small)
+        return Group(small[0], tuple(each.mesh_for() for each in small)) if small else None
 
-    def price_all(self, group: tuple[Strategy, ...]) -> None:
+    def price_all(self, group: Group) -> None:
         """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
         too_large = False
-        for strategy in group:
+        for strategy in group.strategies:
             self.left -= 1
             spec = strategy.mesh_for()
             if too_large and spec.dp_shard * spec.cp > 1:  # one shard is not gathered
@@ -193,19 +203,18 @@ class _World:
             if self.device_bytes is not None and peak_bytes is not None:
                 too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
 
-    def variants(self, group: Sequence[Strategy]) -> list[tuple[Strategy, ...]]:
+    def variants(self, group: Group) -> list[Group]:
         """The strategies, and the same with stages that are as fast as can be."""
-        first = group[0]
+        first = group.first
         if not self.balance or first.mesh_for().pp == 1 or first.pipeline.stages is not None:
-            return [tuple(group)]
+            return [group]
         key = self.pricing.family(first), first.mesh_for().pp, first.pipeline.schedule
         if key not in self._balanced:
             self._balanced[key] = self.balanced(first)
         counts = self._balanced[key]
         if counts is None:
-            return [tuple(group)]
-        other = tuple(replace(each, pipeline=replace(each.pipeline, stages=counts)) for each in group)
-        return [tuple(group), other]
+            return [group]
+        return [group, Group(replace(first, pipeline=replace(first.pipeline, stages=counts)), group.meshes)]
 
     def balanced(self, strategy: Strategy) -> tuple[int, ...] | None:
         """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
@@ -243,23 +252,33 @@ class _World:
         spec = strategy.mesh_for()
         return pricing.whole(strategy, most, self._most_ep), rows / most / (spec.cp * spec.tp)
 
+    def cost(self, strategy: Strategy, least_s: float) -> float:
+        """The least that the goal makes of a step of so many seconds at least."""
+        busy_s = 0.0 if self.exhaustive else self.mean_s(strategy, Level.WHOLE)
+        return least_cost(self.pricing.goal, self.pricing.cluster, self.world, least_s, busy_s)
+
     def mean_s(self, strategy: Strategy, level: Level) -> float:
         microbatch, share = self.microbatch(strategy, level)
-        return 0.0 if microbatch is None else microbatch.least_s(strategy) * share * self.scale
+        return 0.0 if microbatch is None else microbatch.least_s(strategy) * share
 
     def least_s(self, strategy: Strategy, level: Level) -> float:
-        """With its stages: what the slowest rank does, and by the pipeline's table. Data axes change nothing of it."""
+        """With its stages: what the slowest rank does, and by the pipeline's table; without, what FSDP sends beside it."""
         microbatch, share = self.microbatch(strategy, level)
-        return 0.0 if microbatch is None else self._least_s(strategy, microbatch, level) * share * self.scale
+        if microbatch is None:
+            return 0.0
+        if strategy.mesh_for().pp > 1:
+            return self._least_s(strategy, microbatch, level, share) * share
+        gathers = self.pricing.gathers(strategy, self._most_ep)
+        return gathers.least_s(microbatch, strategy.microbatches or 1, share)
 
-    def _least_s(self, strategy: Strategy, microbatch: Microbatch, level: Level) -> float:
+    def _least_s(self, strategy: Strategy, microbatch: Microbatch, level: Level, share: float) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
         least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
         if cut is None or self.crowded:
             return least
         stages = Stages.of(cut, strategy.pipeline.stages)
         least = max(least, stages.least_s(microbatch, count))
-        cannot_be_best = self.best is not None and least * self.scale >= self.best.cost
+        cannot_be_best = self.best is not None and self.cost(strategy, least * share) >= self.best.cost
         if level >= Level.TRACED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
             table = table_of(cut, spec.pp, count)
             least = max(least, 0.0 if table is None else stages.simulated_s(microbatch, table))
@@ -270,15 +289,15 @@ class _World:
         return 0.0 if ranks is None else ranks.least_bytes(strategy, self.pricing.itemsize)
 
     def ranks(self, strategy: Strategy, level: Level) -> Ranks | None:
-        """Of a microbatch as `microbatch` has it, of whose bytes each row keeps its share at least."""
+        """Of a rank that splits nothing, of whose bytes each row keeps its share at least; or of its own microbatch."""
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
         elements, rows = pricing.elements(strategy), pricing.rows(strategy)
         if elements is None:
             return None
         kept: Mapping[str, tuple[float, float]] | None
-        if level >= Level.TRACED:
-            most, parts = self._rows[pricing.family(strategy)], 1
-            kept = pricing.kept(strategy, most)
+        if level is Level.OWN:
+            most, parts = rows, 1
+            kept = pricing.kept(strategy, rows)
         else:
             most, parts = self._rows[None], spec.cp * spec.tp
             kept = pricing.kept_whole(strategy, most, self._most_ep)
@@ -288,10 +307,10 @@ class _World:
             share = rows / (most * parts)
             kept = {name: (size * share, waits * share) for name, (size, waits) in kept.items()}
         stages, alive = None, None
-        if (cut := pricing.cut(strategy)) is not None:
+        if level > Level.WHOLE and (cut := pricing.cut(strategy)) is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
             # What is alive at a time grows with the microbatches, until the pipeline is full.
-            alive = alive_of(cut, spec.pp, min(count, 2 * spec.pp))
+            alive = pricing.alive(strategy, min(count, 2 * spec.pp))
         return ranks_of(strategy, elements, pricing.itemsize, kept, stages, alive)
 
     # ------------------------------------------------------------------------------------------------------- prices
@@ -304,13 +323,22 @@ class _World:
             fits = self.device_bytes is None or peak_bytes <= self.device_bytes
             self.unfit += not fits
             if fits or self.exhaustive:
-                self.tried.append(self.pricing.tried(strategy))
+                self.pricing.forecast(strategy)
         except MeshkitError as error:
             self.refused[reason_of(error)] += 1
             return None
+        if fits or self.exhaustive:
+            self.tried.append(self.pricing.tried(strategy))  # what a goal of one's own raises is no refusal
         if fits and (self.best is None or self.tried[-1].cost < self.best.cost):
             self.best = self.tried[-1]
         return peak_bytes
+
+    @property
+    def gap(self) -> float:
+        """By which share of the best's cost something that was not priced may be better."""
+        if self.best is None or not self.heap or not self.best.cost:
+            return 0.0
+        return max(0.0, 1 - self.heap[0].bound / self.best.cost)
 
     def drop_best(self) -> None:
         """It does not fit, as the traced estimate says."""
@@ -328,15 +356,18 @@ def _of_world(
     device_bytes: int | None,
     exhaustive: bool,
     recheck: bool,
+    until: float | None,
     progress: Callable[[int, int, Tried | None], None] | None,
 ) -> Found:
     began = time.monotonic()
     state = _World(pricing, world, device_bytes, exhaustive=exhaustive, balance=space.balance)
     node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
     sizes = space.sizes(world, node=node_ranks, experts=experts)
-    state.add(list(space.strategies(pricing.batch, world, base, node=node_ranks, experts=experts)))
+    state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
         while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
+            if until is not None and state.best is not None and time.process_time() > until:
+                break
             state.step(heapq.heappop(state.heap))
             if progress is not None:
                 progress(len(state.tried), state.left, state.best)
@@ -351,6 +382,7 @@ def _of_world(
         refused=dict(state.refused),
         unfit=state.unfit,
         cut=state.left,
+        gap=state.gap,
         least=state.least,
         neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, sizes, device_bytes)),
         device_bytes=device_bytes,

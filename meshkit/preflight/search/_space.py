@@ -73,42 +73,81 @@ class Space:
         }
         return {axis: getattr(self, axis) or default.get(axis, every) for axis in AXES}
 
-    def meshes(self, world: int, *, node: int, experts: int) -> Iterator[MeshSpec]:
-        """All of the world. node, experts: as `sizes` takes them."""
-        sizes = self.sizes(world, node=node, experts=experts)
-        for pp, replicate, cp, tp in product(sizes["pp"], sizes["dp_replicate"], sizes["cp"], sizes["tp"]):
-            dense = pp * replicate * cp * tp
-            if world % dense or world // dense not in sizes["dp_shard"]:
-                continue
-            for ep, etp in product(sizes["ep"], sizes["etp"]):
-                if (world // (pp * replicate)) % (ep * etp) == 0:  # both views are of the same ranks
-                    yield MeshSpec(pp=pp, dp_replicate=replicate, dp_shard=world // dense, cp=cp, tp=tp, ep=ep, etp=etp)
+    def meshes(self, world: int, *, node: int, experts: int) -> Iterator[tuple[MeshSpec, ...]]:
+        """All of the world; in one tuple those that differ in how data ranks are split, most shards first: they hold least.
 
-    def strategies(self, batch: Batch, world: int, fixed: Strategy, *, node: int, experts: int) -> Iterator[Strategy]:
+        node, experts: as `sizes` takes them.
+        """
+        sizes = self.sizes(world, node=node, experts=experts)
+        axes = [sizes[axis] for axis in ("pp", "cp", "tp", "ep", "etp")]
+        for pp, cp, tp, ep, etp in product(*axes):
+            data, rest = divmod(world, pp * cp * tp)
+            if rest:
+                continue
+            alike = [
+                MeshSpec(pp=pp, dp_replicate=replicas, dp_shard=data // replicas, cp=cp, tp=tp, ep=ep, etp=etp)
+                for replicas in sorted(sizes["dp_replicate"])
+                if data % replicas == 0 and data // replicas in sizes["dp_shard"]
+            ]
+            # Both views are of the same ranks.
+            if fitting := tuple(mesh for mesh in alike if mesh.dp_shard * cp * tp % (ep * etp) == 0):
+                yield fitting
+
+    def groups(self, batch: Batch, world: int, fixed: Strategy, *, node: int, experts: int) -> Iterator[Group]:
         """Those that differ: what an axis of one rank would ignore is asked for in one way only."""
-        for mesh in self.meshes(world, node=node, experts=experts):
-            rows = batch.rows(mesh)
+        for meshes in self.meshes(world, node=node, experts=experts):
+            mesh, rows = meshes[0], batch.rows(meshes[0])
             if mesh.dp_replicate * mesh.dp_shard > batch.sequences:
                 continue  # ranks without a row
             counts = self.microbatches or [count for count in divisors(rows) if rows // count <= self.rows]
             sequences = self.sequence if mesh.tp > 1 else self.sequence[:1]
-            zeros = self.zero if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else self.zero[:1]
             schedules = self.schedule if mesh.pp > 1 else self.schedule[:1]
             schemes = self.scheme if mesh.cp > 1 else self.scheme[:1]
-            for count, sequence, zero, schedule, scheme, recompute in product(
-                counts, sequences, zeros, schedules, schemes, self.recompute
-            ):
-                if count <= rows:
-                    yield replace(
-                        fixed,
-                        mesh=mesh,
-                        microbatches=count,
-                        sequence=sequence,
-                        zero=zero,
-                        pipeline=fixed.pipeline if mesh.pp == 1 else replace(fixed.pipeline, schedule=schedule),
-                        context=replace(fixed.context, scheme=scheme),
-                        memory=replace(fixed.memory, recompute=recompute),
-                    )
+            pipelines = [
+                replace(fixed.pipeline, schedule=each) if mesh.pp > 1 else fixed.pipeline for each in schedules
+            ]
+            contexts = [replace(fixed.context, scheme=each) for each in schemes]
+            memories = [replace(fixed.memory, recompute=each) for each in self.recompute]
+            for zero in self.zero if mesh.pp == 1 else self.zero[:1]:
+                has_stages = [each for each in meshes if zero == self.zero[0] or each.dp_shard * each.cp > 1]
+                if not has_stages:
+                    continue
+                for count, sequence, pipeline, context, memory in product(
+                    counts, sequences, pipelines, contexts, memories
+                ):
+                    if count <= rows:
+                        first = replace(
+                            fixed,
+                            mesh=has_stages[0],
+                            microbatches=count,
+                            sequence=sequence,
+                            zero=zero,
+                            pipeline=pipeline,
+                            context=context,
+                            memory=memory,
+                        )
+                        yield Group(first, tuple(has_stages))
+
+    def strategies(self, batch: Batch, world: int, fixed: Strategy, *, node: int, experts: int) -> Iterator[Strategy]:
+        """All of the groups."""
+        for group in self.groups(batch, world, fixed, node=node, experts=experts):
+            yield from group.strategies
+
+
+@dataclass(frozen=True)
+class Group:
+    """Strategies that differ from the first in their mesh alone, and there in how data ranks are split alone."""
+
+    first: Strategy
+    meshes: tuple[MeshSpec, ...]
+
+    def __len__(self) -> int:
+        return len(self.meshes)
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Most shards first."""
+        return (self.first, *(replace(self.first, mesh=mesh) for mesh in self.meshes[1:]))
 
 
 def divisors(number: int) -> list[int]:

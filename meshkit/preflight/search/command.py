@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -19,6 +19,7 @@ from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.forecast import Batch
 from meshkit.preflight.search._drawing import svg
+from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._result import Tried
 from meshkit.preflight.search._search import search
 from meshkit.preflight.search._space import Space
@@ -40,12 +41,15 @@ class Search:
     """a datasheet that comes with meshkit (a100, b200, cpu, h100, h200, mi300x), or a file, as measure-cluster writes it"""
     device_memory: str | None = None
     """what a device may use, as 80GiB; default: memory is not looked at"""
-    goal: Literal["time", "cost", "fewest ranks"] = "time"
-    """what is least: seconds of a step, seconds times ranks, or the ranks on which it fits"""
+    goal: Annotated[str, arg(metavar="time|cost|energy|'fewest ranks'|FILE.py:FUNCTION")] = "time"
+    """what is least: seconds of a step, seconds times ranks, joules of a step, the ranks on which it fits, or what a function
+    of a Forecast returns"""
     cp: tuple[int, ...] = (1,)
     """sizes of cp to try"""
     schedules: tuple[str, ...] = Space().schedule
     """pipeline schedules to try"""
+    limit_s: float | None = None
+    """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     out: Path | None = None
     """write the winner as TOML, for --strategy"""
     svg: Path | None = None
@@ -56,7 +60,7 @@ def command(args: list[str]) -> None:
     """args: what follows `search`."""
     options, rest = tyro.cli(Search, args=args, prog="python -m meshkit search", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
-    cluster = Cluster.read(options.cluster)
+    cluster, goal = Cluster.read(options.cluster), parse_goal(options.goal)
     recipe = Recipe.read(load_script(options.script, verb="search"), rest, script=options.script)
     spec = recipe.spec(options.world)
     step = recipe.step(spec)
@@ -71,9 +75,10 @@ def command(args: list[str]) -> None:
             world=options.world,
             device_memory=device_bytes,
             space=_space(options, resolved.strategy, _given(rest), str(recipe.config.mesh)),
-            goal=options.goal,
+            goal=goal,
             fixed=_fixed(resolved.strategy, _given(rest)),
             loss=step["loss"],
+            limit_s=options.limit_s,
             progress=lambda tried, left, best: _show(status, tried, left, best),
         )
     print(found)

@@ -139,3 +139,22 @@ def test_the_command_forecasts_a_recipe() -> None:
     assert done.returncode == 0, done.stderr
     assert "4 ranks, pp=2 tp=2, 4 microbatches, on CPU core" in done.stdout
     assert "bubble" in done.stdout and "on h100: " in done.stdout
+
+
+def test_a_forecast_of_known_profiles_traces_and_checks_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, profiles = on_meta(), Profiles()
+
+    def told(mesh: str) -> float:
+        strategy = mk.Strategy(mesh=mesh, microbatches=4)
+        return forecast(model, strategy, "h100", Batch(sequences=16, seq_len=16), profiles=profiles).seconds
+
+    first = [told(mesh) for mesh in ("pp=2 dp_shard=2", "dp_shard=4")]
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("once")
+
+    monkeypatch.setattr("meshkit.parallel.pipeline._cut.check", never)
+    monkeypatch.setattr("meshkit.parallel.pipeline._table._order", never)
+    monkeypatch.setattr("meshkit.preflight.forecast._forecast.profile_model", never)
+    monkeypatch.setattr("meshkit.preflight.explain._traffic._units", never)
+    assert [told(mesh) for mesh in ("pp=2 dp_shard=2", "dp_shard=4")] == first

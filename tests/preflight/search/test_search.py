@@ -1,7 +1,7 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import meshkit as mk
+from meshkit.cluster import PowerPoint
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import peak_live
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.search import min_max_partition, svg
+from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._search import Level, _World
+from meshkit.preflight.search._space import Group
 from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
@@ -53,6 +56,7 @@ SPACE = mk.Space(
 FREE = {"device.launch_s": 0.0, "tiers.0.latency_s": 0.0, "tiers.1.latency_s": 0.0}
 CLUSTER = mk.Cluster.read("h100").changed(**FREE)
 BATCH = mk.Batch(sequences=64, seq_len=128)
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
 
 
 @pytest.mark.parametrize("make", [dense, lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), moe])
@@ -60,12 +64,12 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     model = make()
     every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
     world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
-    world.add([each.strategy for each in every.tried])
+    world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
         for level in (Level.SENT, Level.TRACED, Level.OWN):
             assert 0 < world.least_s(each.strategy, level) <= each.seconds, level
-        for level in (Level.SENT, Level.TRACED):
+        for level in (Level.WHOLE, Level.SENT, Level.OWN):
             assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3]):
@@ -106,6 +110,76 @@ def test_partition_is_the_least_of_all():
 def test_a_goal_that_there_is_not():
     with pytest.raises(PlanError, match="goal='joules'"):
         mk.search(dense(), "h100", BATCH, world=16, goal="joules")
+    with pytest.raises(PlanError, match="cluster 'h100' says no watts"):
+        mk.search(dense(), "h100", BATCH, world=16, goal="energy")
+    with pytest.raises(PlanError, match="the function returned None. Return a number"):
+        mk.search(dense(**SMALL), CLUSTER, BATCH, world=2, space=SPACE, goal=lambda told: None)
+
+
+def test_a_goal_of_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def bubble(told):\n    return told.ledger.get('bubble', 0.0)\n\n\nRATE = 2\n")
+    assert parse_goal("fewest ranks") == "fewest ranks"
+    assert parse_goal(f"{file}:bubble").__name__ == "bubble"
+    with pytest.raises(PlanError, match="has no function 'RATE'"):
+        parse_goal(f"{file}:RATE")
+    with pytest.raises(PlanError, match="choose one of time, cost, energy, fewest ranks, or give"):
+        parse_goal(f"{tmp_path / 'none.py'}:bubble")
+    file.write_text("import nothing_of_this_name\n")
+    with pytest.raises(PlanError, match="cannot be imported: ModuleNotFoundError"):
+        parse_goal(f"{file}:bubble")
+
+
+POWER = (PowerPoint(mhz=1980, watts=700.0), PowerPoint(mhz=1410, watts=450.0, slowdown=1.27))
+WATTS = replace(CLUSTER, device=replace(CLUSTER.device, power=POWER, idle_watts=100.0))
+
+
+def slowest_link(told):
+    """Seconds that are seen of messages."""
+    return sum(told.ledger.get(axis, 0.0) for axis in ("tp", "pp", "dp_shard", "dp_replicate"))
+
+
+@pytest.mark.parametrize("goal", ["time", "cost", "energy", "fewest ranks", slowest_link])
+def test_the_winner_of_each_goal_is_the_exhaustive_one(goal):
+    model, space = dense(**SMALL), replace(SPACE, dp_replicate=(1, 2))
+    every = {
+        world: mk.search(model, WATTS, BATCH, world=world, space=space, exhaustive=True, recheck=False).tried
+        for world in ((2, 4) if goal == "fewest ranks" else (4,))
+    }
+    peaks = sorted(each.peak_bytes for each in every[4])
+    memory = peaks[len(peaks) // 3]
+    fitting = {world: [each for each in found if each.fits(memory)] for world, found in every.items()}
+    least = {
+        "time": lambda each: each.seconds,
+        "cost": lambda each: 4 * each.seconds,
+        "energy": lambda each: each.forecast.joules,
+        "fewest ranks": lambda each: each.seconds,
+    }.get(goal, lambda each: slowest_link(each.forecast))
+    world = min(world for world, found in fitting.items() if found)
+    found = mk.search(model, WATTS, BATCH, world=4, space=space, device_memory=memory, goal=goal, recheck=False)
+    assert found.winner.ranks == world
+    assert least(found.winner) == min(map(least, fitting[world]))
+    front = [(each.seconds, each.peak_bytes, each.ranks, each.forecast.joules) for each in found.front]
+    assert not any(all(a <= b for a, b in zip(one, other, strict=True)) for one, other in permutations(front, 2))
+
+
+def test_an_ended_search_says_by_how_much_another_may_be_better():
+    model, space = dense(**SMALL), replace(SPACE, dp_replicate=(1, 2))
+    every = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False)
+    ended = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False, limit_s=0.0)
+    assert every.gap == 0
+    assert len(ended.tried) <= len(every.tried)
+    assert ended.winner.seconds * (1 - ended.gap) <= every.winner.seconds <= ended.winner.seconds
+    assert (f"nothing is better by more than {ended.gap:.1%}" in str(ended)) == (ended.gap > 0)
+
+
+def test_joules_are_those_of_computing_and_of_waiting():
+    told = mk.forecast(dense(**SMALL), mk.Strategy(mesh="dp_shard=2"), WATTS, mk.Batch(sequences=4, seq_len=128))
+    names = ("matmul", "attention", "other kernels", "recompute", "optimizer")
+    busy_s = sum(told.ledger.get(name, 0.0) for name in names)
+    assert told.joules == pytest.approx(2 * (700 * busy_s + 100 * (told.seconds - busy_s)))
+    assert f"{told.joules:,.4g} J" in str(told)
+    assert told.on(CLUSTER).joules is None
 
 
 def test_what_is_fixed_stays():
@@ -148,9 +222,6 @@ def test_the_command_prints_flags_and_writes_the_winner(tmp_path, capsys):
     assert best.mesh_for().world_size == 4
     assert best.memory.recompute == "none"
     ET.parse(picture)
-
-
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
 
 
 def test_the_picture_has_a_dot_for_all_that_was_priced_and_a_front_that_nothing_beats():

@@ -9,8 +9,8 @@ from typing import Literal
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import peak_live
-from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, needs, simulate
-from meshkit.parallel.pipeline._table import Schedule, Task
+from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, simulate
+from meshkit.parallel.pipeline._table import Schedule, Task, needs
 
 from ._dualpipe_v import dualpipe_v
 from ._greedy import EPSILON, RULES, Costs, Plan, depth_first, list_schedule, plan_peak
