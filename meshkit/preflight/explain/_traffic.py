@@ -134,7 +134,11 @@ def _add_unit(
     # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
     zero = Zero(rank_model.zero)
     axis, shards, _ = rank_model.sharded_over(next(iter(params)))
-    gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params.values())
+    fp8 = _fp8_gathered(rank_model)
+    gathered = sum(
+        _padded(param, shards) * (1 if name in fp8 else _gathered_dtype(rank_model, param).itemsize)
+        for name, param in params.items()
+    )
     reduced = sum(
         _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params.values() if param.trains
     )
@@ -147,6 +151,22 @@ def _add_unit(
     if rank_model.spec.dp_replicate > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
         log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward", module=unit)
+
+
+def _fp8_gathered(rank_model: RankModel) -> list[str]:
+    """Weights that FSDP gathers in fp8, one byte an element."""
+    precision = rank_model.memory.precision
+    gathers = precision is not None and precision.fp8 is not None and precision.fp8.gather
+    return [f"{name}.weight" for name in rank_model.resolved.fp8] if gathers else []
+
+
+def add_scales(log: TrafficLog, rank_model: RankModel) -> None:
+    """The all-reduce of the maxima of all weights that are gathered in fp8, once a step; see `shared_scales`."""
+    weights = [rank_model.params[name] for name in _fp8_gathered(rank_model)]
+    if weights:
+        axis, shards, _ = rank_model.sharded_over(_fp8_gathered(rank_model)[0])
+        size = len(weights) * weights[0].dtype.itemsize
+        log.add(axis, "all_reduce", size, "scales of fp8 weights", int(shards > 1))
 
 
 def _gathered_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:
