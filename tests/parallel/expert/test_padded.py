@@ -28,6 +28,8 @@ from tests.parallel.expert.test_conformance import CPU, held_on
 from tests.parallel.expert.test_experts import norms_with
 from tests.world import RankError, pool, run_ranks
 
+pytestmark = pytest.mark.turns(4)
+
 MOE = Moe(experts=5, shared=24)
 # Of 5 rows of 16 tokens a rank has at most 3, or 2; each token chooses 2 experts. No cell has as many rows for one rank.
 CELLS = [
