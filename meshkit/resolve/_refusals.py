@@ -226,7 +226,7 @@ def refuse_fp8_shards(policy: Fp8, program: Program, linears: Sequence[str], spe
     """torchao gives FSDP a rank's rows in fp8 without the padding that an all-gather of unequal shards needs."""
     shards = spec.dp_shard * spec.cp
     for name in linears if policy.gather else ():
-        rows = program.model.get_submodule(name).out_features
+        rows = len(program.model.get_parameter(f"{name}.weight"))
         if rows % shards:
             raise PlanError(
                 f"Fp8(gather=True): the {rows} rows of {name!r} are no multiple of the {shards} ranks that share them, and "

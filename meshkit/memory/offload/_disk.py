@@ -40,8 +40,8 @@ class DiskTier:
         self.streams, self.staging = streams, staging
         self.files = Files(folder, slab_bytes=slab_bytes)
         self.files.arena.reserve(reserve)
-        # Pinned now, see [Note: no pinning in a step]. Also since threads copy from it to the device: from pageable memory such
-        # a copy may wait for collectives inside of the driver, and hold up those that this rank would queue meanwhile.
+        # See [Note: no pinning in a step]. Threads copy from it to the device: from pageable memory such a copy may
+        # wait for collectives inside of the driver, and hold up those that this rank would queue meanwhile.
         pinned_bytes = 0 if streams.device.type == "cpu" else round_up(staging)
         self.memory = HostSpace(streams, reserve=pinned_bytes, slab_bytes=min(slab_bytes, round_up(staging)))
         self.threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="meshkit-offload")
