@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,26 +132,11 @@ def may_move(memory: MemoryPolicy, blocks: Sequence[str]) -> frozenset[str]:
     )
 
 
-_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})  # arguments of transformers' blocks
-
-
 def refuse_treatments(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> None:
     """Raise PlanError for a block that cannot have its treatment; on every rank, also on those that do not run the block."""
     for name, treatment in treated.items():
         if treatment.recompute.mode == "activation":
             feed_forwards(modules[name], name)
-        if treatment.recompute.mode == "selective":
-            _refuse_cache(modules[name], name, modules)
-
-
-def _refuse_cache(block: nn.Module, name: str, modules: Mapping[str, nn.Module]) -> None:
-    """A block of transformers that puts its keys into a cache finds them there when it runs again: other operations run."""
-    caches = _CACHES & inspect.signature(type(block).forward).parameters.keys()
-    if caches and getattr(getattr(modules[""], "config", None), "use_cache", False):
-        raise PlanError(
-            f"recompute='selective' of {name!r} with config.use_cache=True: the forward that runs again in backward finds "
-            f"its own keys in {min(caches)}. Set model.config.use_cache = False: training reads no cache."
-        )
 
 
 def repeated(treated: Mapping[str, Treatment], modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -204,7 +190,8 @@ def spread(mode: RecomputeMode | Recompute, blocks: Sequence[str]) -> dict[str, 
 
 def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> None:
     """Recompute one block in place. policy: None keeps its input only. fresh: `policy` makes the policy of one forward."""
-    forward = type(block).forward
+    given = type(block).forward
+    forward = _without_cache(given)
     options: dict[str, Any] = {"use_reentrant": False}
     if policy is not None:
         _torch.ignore_profiler_marks()
@@ -214,7 +201,7 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
 
     def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(self, *args, **kwargs)
+            return given(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             # Dynamo turns `checkpoint` into an operator of its graph. It cannot trace context variables and needs none: their
             # present values are constants of the graph, also of the part that runs again.
@@ -231,6 +218,28 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
         return checkpoint(partial(run_in_copy, copy_context(), again), *tensors, **options)
 
     patch_class(block, forward=recomputed_forward)
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of transformers' blocks
+
+
+def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block that runs again in backward, where it would find its own keys in the cache that it put them into
+    (config.use_cache=True, the default of transformers). Training reads none, so it is given none."""
+    names = list(inspect.signature(forward).parameters)
+    places = [names.index(name) for name in _CACHES if name in names]
+    if not places:
+        return forward
+
+    @functools.wraps(forward)
+    def forward_without_cache(*args: Any, **kwargs: Any) -> Any:
+        def given(value: Any) -> Any:
+            return value if getattr(value, "keeps_nothing", False) else None
+
+        args = tuple(given(each) if place in places else each for place, each in enumerate(args))
+        return forward(*args, **{name: given(each) if name in _CACHES else each for name, each in kwargs.items()})
+
+    return forward_without_cache
 
 
 def _keep_all_but_regions(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

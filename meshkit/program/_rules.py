@@ -179,8 +179,19 @@ def _convolution(operation: Operation) -> Dims:
     return Dims((("n", channels, *space), kernel, *bias), (("n", "o", *space),), mixed=frozenset(map(str, mixed)))
 
 
+def _gather(operation: Operation) -> Dims:
+    """gather: (tensor, dim, index). Along dim every output reads the tensor where its own index says."""
+    (tensor, index, *_), _ = _shapes(operation)
+    ndim = len(tensor.shape)
+    dim = operation.args[1] % ndim if ndim else 0
+    names = _letters(ndim)
+    found = tuple("i" if number == dim else name for number, name in enumerate(names))
+    uneven = {name for number, name in enumerate(names) if tensor.shape[number] != index.shape[number]}
+    return Dims((names, found), (found,), mixed=frozenset(uneven | {names[dim]} if ndim else ()))
+
+
 def _along(operation: Operation) -> Dims:
-    """gather, scatter, ...: (tensor, dim, index, ...). Other dims run along together where they are of one size."""
+    """scatter, ...: (tensor, dim, index, ...). Other dims run along together where they are of one size."""
     inputs, outputs = _shapes(operation)
     ndim = len(inputs[0].shape)
     dim = operation.args[1] % ndim if ndim else 0
@@ -286,7 +297,8 @@ _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     ),
     "embedding": _embedding,
     "convolution": _convolution,
-    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce", "index_add"), _along),
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add"), _along),
     "index": _index,
     **dict.fromkeys(("linalg_solve_triangular", "linalg_inv_ex", "linalg_cholesky_ex"), _matrices),
     **dict.fromkeys(("view_as_complex", "view_as_real"), _last_pair),

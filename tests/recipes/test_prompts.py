@@ -136,6 +136,11 @@ def test_prompts_and_tools_that_are_none_are_named_by_their_row(tmp_path: Path) 
             encode_prompts(list(enumerate(rows(prompt))), tokenizer)
     with pytest.raises(DataError, match=r"chats\.jsonl:1: prompt_ids is 5\. Give a list of ids"):
         encode_prompts([(0, Record(fields={"prompt_ids": 5}, source="chats.jsonl:1"))], tokenizer)
+    for other in (-1, 10**6):
+        with pytest.raises(
+            DataError, match=rf"chats\.jsonl:1: prompt_ids holds {other}, and the tokenizer has ids below"
+        ):
+            encode_prompts([(0, Record(fields={"prompt_ids": [1, other]}, source="chats.jsonl:1"))], tokenizer)
     with pytest.raises(DataError, match=r"chats\.jsonl:1: a chat has half of a UTF-16 pair"):
         encode_chats(rows([{"role": "user", "content": "\ud800"}]), tokenizer, folder)
     chat = Record(fields={"prompt": CHATS[0], "tools": 3}, source="chats.jsonl:1")

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.zoo import (
     blocks,
+    by_hand,
     calls,
     causal,
     counted,
@@ -33,9 +34,9 @@ NO_MODELS = (odd.Layers, odd.Residual)
 def odd_modules() -> dict[str, type[nn.Module]]:
     """Hand-written models by the name they have in their file."""
     found: dict[str, type[nn.Module]] = {}
-    files = (decoders, blocks, paths, masked, nasty, nasty_backward, nasty_losses, counted, swapped, kinds)
-    by_hand = dict.fromkeys(files, decoders.Plain)
-    for file, base in {**by_hand, odd: nn.Module, calls: nn.Module}.items():
+    files = (decoders, by_hand, blocks, paths, masked, nasty, nasty_backward, nasty_losses, counted, swapped, kinds)
+    on_plain = dict.fromkeys(files, decoders.Plain)
+    for file, base in {**on_plain, odd: nn.Module, calls: nn.Module}.items():
         for name, each in vars(file).items():
             if isinstance(each, type) and issubclass(each, base) and each not in NO_MODELS:
                 found[name] = each

@@ -44,7 +44,7 @@ def encode_prompts(rows: Sequence[tuple[int, Record]], tokenizer: Tokenizer) -> 
     """Tokenize the field `prompt` of each row of a `PromptLoader`, after the tokenizer's bos if it has one.
 
     A row with the field `prompt_ids`, as of a chat whose template wrote them, has those as they are.
-    Raises: DataError, naming the row, for a prompt that is no text, and for ids that are no list.
+    Raises: DataError, naming the row, for a prompt that is no text, and for ids that are no list or not the tokenizer's.
     """
     return [Prompt(ids=np.array(_prompt_ids(row, tokenizer)), key=key, fields=row.fields) for key, row in rows]
 
@@ -54,12 +54,23 @@ def _prompt_ids(row: Record, tokenizer: Tokenizer) -> list[int]:
     value = row.fields[name]
     try:
         if name == "prompt_ids":
-            return list(value)
+            return _known(list(value), tokenizer, row)
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         return bos + tokenizer.encode(value)
     except TypeError:  # half of a UTF-16 pair is a text for Python alone
         wanted = "a list of ids" if name == "prompt_ids" else "a text in Unicode"
         raise DataError(f"{row.source}: {name} is {value!r:.60}. Give {wanted}.") from None
+
+
+def _known(ids: list[int], tokenizer: Tokenizer, row: Record) -> list[int]:
+    # What is no whole number is told of by `Prompt`.
+    for each in ids:
+        if isinstance(each, int) and not 0 <= each < tokenizer.vocab_size:
+            raise DataError(
+                f"{row.source}: prompt_ids holds {each}, and the tokenizer has ids below {tokenizer.vocab_size}. Give ids of "
+                "this tokenizer."
+            )
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

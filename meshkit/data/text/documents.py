@@ -73,6 +73,8 @@ def object_of_line(raw: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not UTF-8. Convert the file or drop the line.") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}. Write one object per line.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where}: {error}. Drop the line.") from None
     except RecursionError:
         raise DataError(f"{where}: JSON that is nested too deeply to be read. Drop the line.") from None
     if not isinstance(row, dict):

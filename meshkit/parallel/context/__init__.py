@@ -10,9 +10,10 @@ from ._apply import split_batch as split_batch
 from ._scheme import Choice as Choice
 from ._scheme import choose as choose
 from ._scheme import choose_for_rows as choose_for_rows
+from ._cache import notes_of_cache as notes_of_cache
 from ._counted import notes_of_counted as notes_of_counted
 from ._layout import Layout as Layout
-from ._reading import Doors as Doors
+from ._doors import Doors as Doors
 from ._reading import Reader as Reader
 from ._split import Context as Context
 from ._split import SplitMask as SplitMask

@@ -15,8 +15,9 @@ from meshkit.core._torch import tree_leaves
 from meshkit.core.arguments import require
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
+from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._proof import Proofs
-from meshkit.parallel.context._reading import Call, Doors, Reader
+from meshkit.parallel.context._reading import Call, Reader
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
 from meshkit.plan import auto_plan, match_names
@@ -79,8 +80,11 @@ def context_parallel(
     config = config if mesh.size() > 1 else None
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     # Calls of scaled_dot_product_attention never read positions, so position_ids cannot mark documents for them: causal over
-    # the whole row.
-    module.__dict__["_context"] = Context(mesh, policy, shape, doors.window, multiple, documents=not doors.intercepted)
+    # the whole row. Nor can they where the model masks its scores itself.
+    documents = not doors.intercepted and not doors.by_hand
+    module.__dict__["_context"] = Context(
+        mesh, policy, shape, doors.window, multiple, documents=documents, own_masks=doors.by_hand
+    )
     if mesh.size() == 1:
         return module
     doors.open(module)
@@ -138,23 +142,26 @@ def refuse_whole_tokens(doors: Doors) -> None:
 
 
 def refuse_counted(doors: Doors, *, sequence: bool, compiled: bool, tp: int) -> None:
-    """Raises: PlanError for lines that are of all tokens, with what does not know them."""
-    if not doors.counted:
+    """Raises: PlanError for lines that are of all tokens, and for attention to what a cache gathers, with what does not know
+    them."""
+    if not doors.counted and not doors.cached:
         return
-    operator, where = min(call for each in doors.counted.values() for call in each.calls)
-    line = f"context parallelism: {operator} at {where} is of all tokens"
+    calls = [call for each in doors.counted.values() for call in each.calls]
+    what = "{} at {} is of all tokens".format(*min(calls)) if calls else "the model attends by a mask of its own"
+    line = f"context parallelism: {what}"
     if sequence:
         raise PlanError(
             f"{line}, but with sequence=True a rank of tp has some of those of its rank of cp. Use sequence=False, or a mesh "
             "without cp."
         )
     if compiled:
-        raise PlanError(
-            f"{line}, which is told by its line, and a compiled graph has none. Use compile=False, or a mesh without cp."
+        reason = (
+            "which is told by its line, and a compiled graph has none" if calls else "which no compiled graph knows"
         )
-    if tp > 1 and any(each.sums for each in doors.counted.values()):
+        raise PlanError(f"{line}, {reason}. Use compile=False, or a mesh without cp.")
+    if tp > 1 and (doors.by_hand or any(not each.gather for sent in doors.sent.values() for each in sent)):
         raise PlanError(
-            f"{line}, and it is not known how much of what is summed over the tokens a rank of tp={tp} has. Use tp=1, or a "
+            f"{line}, and it is not known how much of what is read of all tokens a rank of tp={tp} has. Use tp=1, or a "
             "mesh without cp."
         )
 

@@ -1,5 +1,5 @@
 """What a model's own code does with all tokens in a line of its own, and what a rank runs there: positions that it counts
-(torch.arange), the number of tokens as a factor, and sums and means over the tokens.
+(torch.arange, or a running sum of what is no padding), the number of tokens as a factor, and sums and means over the tokens.
 
 The lines are found in the single-device model's program, read on two numbers of tokens: what differs there is the number of
 tokens. That a rank computes the same with them is proved as everything else is; a line that is not only about the tokens is
@@ -25,30 +25,46 @@ from meshkit.core.collectives import all_reduce
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
+from meshkit.parallel.context._by_hand import (
+    CONSTANTS,
+    CUT,
+    OWN_POSITIONS,
+    PAIRS,
+    PRODUCTS,
+    TRIANGLES,
+    constant,
+    cut,
+    is_of_pairs,
+    is_product,
+    multiply,
+    multiply_and_add,
+    own_positions,
+    triangle,
+)
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._whole import gather_tokens, is_split, own_tokens
 from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
 
-OWN_POSITIONS, SUM_TOKENS = "own_positions", "sum_tokens"
+SUM_TOKENS = "sum_tokens"
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE). sums: (elements of a row, dtype,
-    whether it has a gradient) of each sum over the tokens that a forward makes."""
+    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE)."""
 
     module: str
     calls: frozenset[tuple[str, str]]
-    sums: tuple[tuple[int, torch.dtype, bool], ...] = ()
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether it attends by products of its own."""
+        return any(operator in PRODUCTS for operator, _ in self.calls)
 
     def open(self, model: nn.Module) -> None:
         module = model.get_submodule(self.module)
         patch_class(module, forward=_of_all_tokens(type(module).forward, tuple(sorted(self.calls))))
-
-    def sent(self, rows: int, compute: torch.dtype) -> list[tuple[int, bool]]:
-        """(bytes, whether the gradient is summed too) of each all-reduce of one forward."""
-        return [(rows * count * _wide(compute).itemsize, trains) for count, _, trains in self.sums]
 
 
 def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
@@ -57,7 +73,6 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         return {}
     tokens = tuple(_row_tokens(each) for each in (full, wider))
     found: dict[str, set[tuple[str, str]]] = {}
-    sums: dict[str, list[tuple[int, torch.dtype, bool]]] = {}
     others: set[tuple[str, str]] = set()  # the same line does the same with something else too
     for a, b in zip(full.operations, wider.operations, strict=True):
         if isinstance(a.op, str) or a.name != b.name or a.where.startswith(_MASKS):
@@ -66,28 +81,23 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         if name not in _NAMES:
             continue
         call = name, a.where
-        if not _of_tokens(name, a, b, tokens):
+        about = _of_tokens(name, a, b, tokens)
+        if about is None:
+            continue
+        if not about:
             others.add(call)
             continue
-        module = full.calls[a.call].name
-        found.setdefault(module, set()).add(call)
-        if name in _SUMS:
-            (out,) = tensors(a.outputs)
-            sums.setdefault(module, []).append((torch.Size(out.shape).numel(), out.dtype, a.trains))
+        found.setdefault(full.calls[a.call].name, set()).add(call)
     # All or nothing of a line: which of its calls is meant could not be told when it runs.
-    return {
-        module: Counted(module, frozenset(calls - others), tuple(sums.get(module, ())))
-        for module, calls in found.items()
-        if calls - others
-    }
+    return {module: Counted(module, frozenset(calls - others)) for module, calls in found.items() if calls - others}
 
 
 def _row_tokens(trace: Trace) -> int:
     return next(int(ref.shape[1]) for ref in tensors(dict(trace.inputs)) if len(ref.shape) > 1)
 
 
-def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool:
-    """Whether an operator reads the number of tokens, or sums over them."""
+def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool | None:
+    """Whether an operator reads the number of tokens, or sums over them; None for one that is neither's."""
     if name == "arange":
         (first, after, step), (other_first, other_after, other_step) = _range(a), _range(b)
         whole = (after - first, other_after - other_first) == tokens
@@ -95,8 +105,14 @@ def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -
     if name in ("mul", "div"):
         numbers = a.args[1], b.args[1]
         return not any(isinstance(each, TensorRef) for each in numbers) and numbers == tokens
+    if name in PRODUCTS:
+        return is_product(a, b, tokens)
+    if name in PAIRS:
+        return is_of_pairs(name, a, b, tokens)
     refs, others = tensors(a.args), tensors(b.args)
     dims = a.args[1] if len(a.args) > 1 else None
+    if name == _RUNNING and isinstance(dims, int):  # of whole numbers, which are few and have no gradient
+        return not refs[0].dtype.is_floating_point and (refs[0].shape[dims], others[0].shape[dims]) == tokens
     if not isinstance(dims, list) or len(dims) != 1 or not refs[0].dtype.is_floating_point or a.kwargs:
         return False
     return (refs[0].shape[dims[0]], others[0].shape[dims[0]]) == tokens
@@ -137,8 +153,8 @@ def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[str, str], ..
     @functools.wraps(forward)
     def with_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
-        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
-            return forward(self, *args, **kwargs)  # this rank has all tokens: inside of what is whole, or in generation
+        if not is_split(mask):
+            return forward(self, *args, **kwargs)
         with _Lines(frozenset(calls), mask):
             return forward(self, *args, **kwargs)
 
@@ -189,9 +205,24 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     dim = args[0] if args else kwargs.get("dim")
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if x.shape[only] == mask.row_tokens:  # of attention by hand, whose columns are all tokens
+        of_columns: Tensor = func(x, *args, **kwargs)
+        return of_columns
     _refuse_other_size("a sum", x.shape[only], mask)
     total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
     return total
+
+
+def _running_sum(func: Callable[..., Any], mask: Any, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
+    if x.dtype.is_floating_point:
+        raise PlanError(
+            f"context parallelism: cumsum at {model_line()} was one of whole numbers when the model was read, but is of "
+            f"{x.dtype} now. Use cp=1, or leave it to the other axes."
+        )
+    _refuse_other_size("cumsum", x.shape[dim], mask)
+    total: Tensor = func(gather_tokens(x, dim, mask), dim, **kwargs)
+    own: Tensor = own_tokens(total, dim, mask)
+    return own
 
 
 def _refuse_checkpoint(operator: str) -> None:
@@ -216,17 +247,6 @@ def _refuse_other_size(what: str, size: Any, mask: Any) -> None:
         )
 
 
-def _as_counted(counted: Tensor, first: int, mask: Any) -> Tensor:
-    return counted
-
-
-@noted(reading=_as_counted)
-def own_positions(counted: Tensor, first: int, mask: Any) -> Tensor:
-    """The positions of this rank's tokens in their row, from `first` on, of the dtype and on the device of `counted`."""
-    positions: Tensor = mask.positions.to(counted.device)
-    return (positions + first).to(counted.dtype)
-
-
 def _as_summed(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Tensor:
     return x.sum(dim, keepdim=keepdim)
 
@@ -243,7 +263,7 @@ def sum_tokens(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Ten
             "end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
         )
     # What fills a rank up is no token.
-    local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=_wide(x.dtype))
+    local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=wide(x.dtype))
     total: Tensor = _SumOverAxis.apply(local, mask.axis)
     return (total / mask.row_tokens if mean else total).to(x.dtype)
 
@@ -264,19 +284,23 @@ class _SumOverAxis(torch.autograd.Function):
         return _SumOverAxis.apply(grad, ctx.axis), None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 _MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positions
 _SUMS = ("sum", "mean")
-_NAMES = ("arange", "mul", "div", *_SUMS)
+_RUNNING = "cumsum"
+_NAMES = ("arange", "mul", "div", *_SUMS, _RUNNING, *PRODUCTS, *PAIRS)
 _MEANING = {
     "arange": "positions of a rank's own tokens",
     "mul": "the number of tokens is that of a row",
     "div": "the number of tokens is that of a row",
     "sum": "summed over the ranks",
     "mean": "summed over the ranks",
+    "cumsum": "its whole numbers are gathered",
+    **dict.fromkeys(PRODUCTS, "attention by hand, whose keys and values are gathered"),
+    **dict.fromkeys(PAIRS, "a mask of which a rank has its rows"),
 }
 _RUN: dict[str, Callable[..., Any]] = {
     "arange": _arange,
@@ -284,12 +308,23 @@ _RUN: dict[str, Callable[..., Any]] = {
     "div": _factor,
     "sum": functools.partial(_summed, False),
     "mean": functools.partial(_summed, True),
+    "cumsum": _running_sum,
+    "bmm": multiply,
+    "baddbmm": multiply_and_add,
+    **dict.fromkeys(CONSTANTS, constant),
+    **dict.fromkeys(TRIANGLES, triangle),
+    CUT: cut,
 }
 # By the name that torch's functions have in Python.
 _OPERATORS = {
     "arange": "arange",
     "sum": "sum",
     "mean": "mean",
+    "cumsum": "cumsum",
+    "baddbmm": "baddbmm",
+    **{name: name for name in (*CONSTANTS, *TRIANGLES)},
+    "__getitem__": CUT,
+    **dict.fromkeys(("bmm", "matmul", "__matmul__"), "bmm"),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "div"),
 }

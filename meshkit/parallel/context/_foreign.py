@@ -35,8 +35,8 @@ class Attending(Protocol):
 _running: ContextVar[Attending | None] = ContextVar("split mask", default=None)
 
 
-# Whether that forward has masks made of all tokens, by transformers' own functions, for modules that run on all tokens.
-_makes_masks: ContextVar[bool] = ContextVar("masks of all tokens", default=False)
+# Whether that forward has masks made by transformers' own functions: a rank's rows of them, for attention by hand.
+_makes_masks: ContextVar[bool] = ContextVar("masks of own rows", default=False)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def following(mask: Attending, *, makes_masks: bool = False) -> Iterator[None]:
 
 
 def mask_to_make() -> Attending | None:
-    """The mask of the forward, where masks are made of all tokens."""
+    """The mask of the forward, where masks of its own rows are made."""
     return _running.get() if _makes_masks.get() else None
 
 
@@ -84,8 +84,11 @@ def use_registry(module: nn.Module, name: str = TRANSFORMERS_NAME, attention: Ca
     for child in module.modules():
         config = child.__dict__.get("config")
         if config is not None:
-            # One copy for each shared config, so that modules which share one still do.
-            config_copy = copies.setdefault(id(config), copy.copy(config))
+            # One copy for each shared config, so that modules which share one still do. With those inside of it, which the
+            # name is set on too.
+            if id(config) not in copies:
+                copies[id(config)] = copy.deepcopy(config)
+            config_copy = copies[id(config)]
             config_copy._attn_implementation = name
             child.config = config_copy  # type: ignore[assignment]  # stubs: a Tensor or Module
 
@@ -171,7 +174,7 @@ def with_mask_set(
     forward: Callable[..., Any], *, hand_on: bool = False, positions: bool = True, makes_masks: bool = False
 ) -> Callable[..., Any]:
     """The forward, and what it calls can ask for the mask. hand_on: to a forward that takes it among others. positions:
-    whether a forward that takes position_ids is given them. makes_masks: of all tokens."""
+    whether a forward that takes position_ids is given them. makes_masks: of its own rows."""
     # `split_batch` puts the mask among the model's inputs; a model that knows none must not be given it. Nor positions.
     parameters = inspect.signature(forward).parameters
     takes_mask = hand_on or "mask" in parameters

@@ -7,30 +7,26 @@ through us. In both, attention is one operation. The rest must treat each token 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
-from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
-from meshkit.parallel.context._counted import Counted, counted_in, positions_known
+from meshkit.parallel.context._cache import not_kept, takes_cache
+from meshkit.parallel.context._counted import SUM_TOKENS, counted_in, positions_known
+from meshkit.parallel.context._doors import Attention, Doors, Sent
 from meshkit.parallel.context._foreign import (
-    follow_patterns,
     is_transformers,
-    use_masks,
-    use_registry,
-    with_attention_intercepted,
-    with_mask_set,
 )
 from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
-from meshkit.parallel.context._whole import Whole, masks_of_all_tokens, whole_around
+from meshkit.parallel.context._whole import GATHER_TOKENS, Whole, whole_around
 from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
     CLOSED,
@@ -54,69 +50,6 @@ from meshkit.program import (
 # The tokens of two ranks, in no order that something else could follow too: zigzag is the same from both ends, and with whole
 # runs of tokens, pairs of neighbours stay together.
 _TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A call of attention, of all heads. width: of a head, the wider of keys and values."""
-
-    module: str
-    heads: int
-    kv_heads: int
-    width: int
-    pattern: Pattern
-
-
-@dataclass(frozen=True)
-class Doors:
-    """How a model's attention is reached. registry: transformers'. intercepted: modules whose calls of
-    scaled_dot_product_attention are ours. patterns: what the attention of modules of the registry sees. Neither: the forward
-    takes `mask`. whole: modules that run on all tokens, on every rank. counted: lines of modules that are about all tokens.
-    positions: whether position_ids of the split are handed to a model that could count them itself. calls: of attention, in
-    order, where it was read."""
-
-    registry: bool = False
-    intercepted: tuple[str, ...] = ()
-    patterns: Mapping[str, Pattern] = field(default_factory=dict)
-    whole: Mapping[str, Whole] = field(default_factory=dict)
-    counted: Mapping[str, Counted] = field(default_factory=dict)
-    positions: bool = True
-    calls: tuple[Attention, ...] | None = None
-
-    @property
-    def window(self) -> int | None:
-        """The sliding window that all layers have, where they were read and share one."""
-        windows = {call.pattern.window for call in self.calls or ()}
-        return windows.pop() if len(windows) == 1 else None
-
-    @property
-    def key(self) -> Hashable:
-        """The same of doors that change a module alike."""
-        counted = sorted((name, sorted(each.calls)) for name, each in self.counted.items())
-        return self.registry, self.intercepted, repr((self.patterns, self.whole, counted)), self.positions
-
-    def open(self, module: nn.Module) -> None:
-        """Let the module's attention follow the split mask that its forward is given."""
-        modules = dict(module.named_modules())
-        for name in self.intercepted:
-            patch_class(modules[name], forward=with_attention_intercepted(type(modules[name]).forward))
-        if self.registry:
-            use_registry(module)
-            follow_patterns(module, self.patterns)
-        takes = {"mask", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
-        for counted in self.counted.values():
-            counted.open(module)
-        for each in self.whole.values():
-            each.open(module)
-        makes_masks = bool(self.whole) and not self.registry and is_transformers(module)
-        if makes_masks:
-            use_masks(masks_of_all_tokens)
-        if self.registry or self.intercepted or self.whole or self.counted or not takes or not self.positions:
-            hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
-            forward = with_mask_set(
-                type(module).forward, hand_on=hand_on, positions=self.positions, makes_masks=makes_masks
-            )
-            patch_class(module, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -186,14 +119,18 @@ class Reader:
             return self._doors(self._complete(call))
 
     def _doors(self, call: Call) -> Doors:
+        first: PlanError | None = None
+        tokens, cached = sum(map(len, _TOKENS)), False
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
             try:
-                full = self._alone(call, sum(map(len, _TOKENS)), registry=registry)
+                full = self._alone(call, tokens, registry=registry)
             except ReadingError as error:
                 # It adds the mask to scores that it computes itself.
                 if registry and not isinstance(error.__cause__, PlanError):
                     continue
-                raise
+                if registry or not takes_cache(self.program.model):
+                    raise
+                first, cached, full = error, True, self._alone(call, tokens, registry=False, cached=True)
             places = tuple(dict.fromkeys(name for name, _ in _attentions(full)))
             if self.takes_mask:
                 doors = Doors()
@@ -203,8 +140,7 @@ class Reader:
                 doors = Doors(intercepted=self.named or places)
             if places or not registry:
                 break
-        doors = replace(doors, calls=tuple(_attention(name, each) for name, each in _attentions(full)))
-        first: PlanError | None = None
+        doors = replace(doors, cached=cached, calls=tuple(_attention(name, each) for name, each in _attentions(full)))
         for replicate in (False, True) if self.replicate else (False,):
             for each in self._ways(doors, full, call):
                 try:
@@ -219,19 +155,24 @@ class Reader:
         looked for only after the first has failed."""
         yield doors
         counted = counted_in(full, self._wider(doors, call))
-        if counted:
-            yield replace(doors, counted=counted)
         takes = any(
             "position_ids" in each for each in (call.kwargs, inspect.signature(self.program.model.forward).parameters)
         )
-        if takes and "position_ids" not in call.given:
-            yield replace(doors, counted=counted, positions=False)
+        counts_itself = takes and "position_ids" not in call.given
+        by_cache = takes_cache(self.program.model) and not doors.registry
+        for cached in (True,) if doors.cached else (False, True) if by_cache else (False,):
+            # What a cache has gathered, no line gathers.
+            lines = {name: each for name, each in counted.items() if not (cached and each.by_hand)}
+            if lines or cached != doors.cached:
+                yield replace(doors, counted=lines, cached=cached)
+            if counts_itself:
+                yield replace(doors, counted=lines, cached=cached, positions=False)
 
     def _proved(self, doors: Doors, full: Trace, call: Call, *, replicate: bool) -> Doors:
         while True:
             try:
                 self._prove(full, doors, call, _TOKENS)
-                return doors
+                return replace(doors, sent=self._sent(doors, call))
             except (Unproved, ReadingError) as error:
                 if not replicate or not (found := self._whole_around(error, full, doors, call)):
                     raise
@@ -239,8 +180,24 @@ class Reader:
                 kept = {name: each for name, each in doors.whole.items() if name not in inside}
                 doors = replace(doors, whole={**kept, **found})
 
+    def _sent(self, doors: Doors, call: Call) -> dict[str, tuple[Sent, ...]]:
+        """What a rank sends by lines and by its cache; modules that run on all tokens know of theirs."""
+        found: dict[str, tuple[Sent, ...]] = {}
+        if not (doors.counted or doors.cached):
+            return found
+        own = len(_TOKENS[0])
+        rank = self._on_rank(doors, call, own)
+        for operation in rank.operations:
+            name = rank.calls[operation.call].name
+            gathers = operation.name == GATHER_TOKENS
+            if name not in doors.whole and (gathers or operation.name == SUM_TOKENS):
+                (ref,) = tensors(operation.args) if gathers else tensors(operation.outputs)
+                count = torch.Size(ref.shape).numel() // (own if gathers else 1)
+                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains))
+        return found
+
     def _wider(self, doors: Doors, call: Call) -> Trace:
-        return self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry)
+        return self._alone(call, sum(map(len, _TOKENS)) + 8, registry=doors.registry, cached=doors.cached)
 
     def _whole_around(
         self, error: Unproved | ReadingError, full: Trace, doors: Doors, call: Call
@@ -271,7 +228,7 @@ class Reader:
             ) from error
 
     def _prove_again(self, doors: Doors, call: Call) -> None:
-        full = self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry)
+        full = self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry, cached=doors.cached)
         if doors.registry and (found := _patterns(full)) != doors.patterns:
             name = next(each for each in {**found, **doors.patterns} if found.get(each) != doors.patterns.get(each))
             raise PlanError(
@@ -287,7 +244,7 @@ class Reader:
         """
 
         def alone(count: int) -> Trace:
-            return self._alone(call, count, registry=doors.registry)
+            return self._alone(call, count, registry=doors.registry, cached=doors.cached)
 
         def on_rank(count: int) -> Trace:
             return self._on_rank(doors, call, count)
@@ -303,16 +260,19 @@ class Reader:
         proved on."""
 
         def alone(count: int) -> Trace:
-            return self._alone(call, sum(map(len, _TOKENS)), registry=doors.registry, rows=count)
+            tokens = sum(map(len, _TOKENS))
+            return self._alone(call, tokens, registry=doors.registry, cached=doors.cached, rows=count)
 
         call = self._complete(call)
         with self._explained():
             _refuse_difference(alone, 1, [rows], frozenset(), of="rows")
 
-    def _alone(self, call: Call, tokens: int, *, registry: bool, rows: int = 1) -> Trace:
-        """The single-device model's program."""
+    def _alone(self, call: Call, tokens: int, *, registry: bool, cached: bool = False, rows: int = 1) -> Trace:
+        """The single-device model's program. cached: it may attend with masks of its own."""
         args, kwargs = call.alone(tokens, rows=rows)
-        packed = "position_ids" in call.given
+        packed, masked = "position_ids" in call.given, cached or self.replicate
+        if cached:
+            kwargs |= not_kept(self.program.model)
 
         def read(again: Again) -> Trace:
             model = without_values(self.program.model)
@@ -322,12 +282,12 @@ class Reader:
                 read_registry(model, packed=packed)
             else:
                 for name in self.named or ("",):
-                    read_calls(model.get_submodule(name), masked=self.replicate)
+                    read_calls(model.get_submodule(name), masked=masked)
             found = trace(model, args, kwargs, closed=self.closed, again=again)
             refuse_writes(found, self.program.model)
             return self._with_values(live(found))
 
-        of = "attention", registry, packed, self.named, self.replicate, frozenset(self.closed.items())
+        of = "attention", registry, packed, self.named, masked, frozenset(self.closed.items())
         return self.program.kept(of, Example(args, dict(kwargs)), read)
 
     def _on_rank(self, doors: Doors, call: Call, tokens: int) -> Trace:

@@ -42,6 +42,7 @@ class Context:
     window: int | None = None
     multiple: int = 1
     documents: bool = True  # a position that restarts begins a document
+    own_masks: bool = False  # the model's own code masks its scores
     choice: Choice | None = None  # of the last batch
 
     @property
@@ -50,6 +51,11 @@ class Context:
 
     def split(self, batch: dict[str, Tensor], mask: Mask | None = None) -> dict[str, Tensor | SplitMask]:
         """See `split_batch`."""
+        if mask is not None and self.own_masks:
+            raise PlanError(
+                "split_batch: a mask was given, but the model attends by hand, with a mask that its own code makes. Leave "
+                "the mask away, or call F.scaled_dot_product_attention or mask.attend(q, k, v)."
+            )
         whole = {name: batch[name] for name in self.policy.whole if name in batch}
         batch = {name: tensor for name, tensor in batch.items() if name not in whole}
         rows, tokens = _refuse_odd_shapes(batch)

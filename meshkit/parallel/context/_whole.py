@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,12 @@ from meshkit.core import _torch
 from meshkit.core.collectives import gather_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
-from meshkit.errors import PlanError
-from meshkit.parallel.context._foreign import following, mask_of_forward, mask_to_make
-from meshkit.parallel.context._pattern import function_of, pattern_of
+from meshkit.parallel.context._foreign import following, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
 from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
 
+GATHER_TOKENS = "gather_tokens"
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
 Dims = Mapping[Path, int]
 Trees = dict[int | str, Any]
@@ -176,50 +175,16 @@ def _refs(trees: Trees) -> dict[Path, TensorRef]:
 # --------------------------------------------------------------------------------------------------------- running
 
 
-def masks_of_all_tokens(
-    make: Callable[..., Any],
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
-    **given: Any,
-) -> Any:
-    """A mask of transformers for modules that run on all tokens: of those, and not of the rank's own.
-
-    make: transformers' own function for the rest. Documents and padding are no part of it: a batch with such is refused,
-    for there the single-device model's mask depends on the batch.
-    """
-    mask = mask_to_make()
-    if not isinstance(mask, SplitMask | ReadMask):
-        return make(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **given,
-        )
-    if q_length != mask.tokens or kv_length != mask.tokens:
-        raise PlanError(f"its mask is of {q_length} × {kv_length} tokens, and this rank has {mask.tokens}.")
-    pattern = pattern_of(mask_function, padded=attention_mask is not None, packed=False)
-    rows = mask.rows if isinstance(mask, SplitMask) and mask.rows else batch_size
-    return make(
-        batch_size=rows,
-        q_length=mask.row_tokens,
-        kv_length=mask.row_tokens,
-        mask_function=function_of(pattern),
-        **given,
-    )
+def is_split(mask: object) -> TypeGuard[SplitMask | ReadMask]:
+    """Whether the rank has a part of the tokens. In generation, and inside of a module that is whole, it has all."""
+    return isinstance(mask, SplitMask) or (isinstance(mask, ReadMask) and mask.ranks > 1)
 
 
 def _on_all_tokens(forward: Callable[..., Any], whole: Whole) -> Callable[..., Any]:
     @functools.wraps(forward)
     def on_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
-        # Of generation, or inside of a module that is whole: the rank has all tokens.
-        if not isinstance(mask, SplitMask) and not (isinstance(mask, ReadMask) and mask.ranks > 1):
+        if not is_split(mask):
             return forward(self, *args, **kwargs)
         inside = AllTokens(mask) if isinstance(mask, SplitMask) else mask.of_all_tokens()
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_counted
+from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_cache, notes_of_counted
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
 from meshkit.preflight.explain._pipeline_table import PipelineTable
@@ -101,7 +101,9 @@ def explain_resolved(
     ]
     choices = list(dict.fromkeys(batch.note for _, batch in batches if batch.note))
     choices += notes_of(resolved.reading[1].whole, spec.cp)
-    choices += notes_of_counted(resolved.reading[1].counted, spec.cp)
+    doors = resolved.reading[1]
+    choices += notes_of_counted(doors.counted, spec.cp)
+    choices += notes_of_cache(list(doors.sent), spec.cp) if doors.cached else []
     for indices, batch in batches:
         log.microbatches = indices
         _add_microbatch(log, rank_model, batch)

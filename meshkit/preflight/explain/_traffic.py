@@ -30,7 +30,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
-    _add_sums(log, rank_model, batch)
+    _add_lines(log, rank_model, batch)
     for module, shape, layout in _attentions(rank_model, batch):
         if not rank_model.runs(module):
             continue
@@ -65,8 +65,10 @@ def _attentions(rank_model: RankModel, batch: LocalBatch) -> Iterator[tuple[str,
             "values come out of a latent."
         )
     patterns = {call.module: call.pattern for call in calls or ()}
+    sent = rank_model.resolved.reading[1].sent
     for module, heads in layers.items():
-        if f"{module}.".startswith(whole):
+        by_hand = module in sent and module not in patterns
+        if by_hand or f"{module}.".startswith(whole):
             continue
         shape = attention_shape(None, heads[rank_model.at("tp")], rank_model.compute)
         yield module, replace(shape, rows=batch.rows), batch.layout.seen_by(patterns.get(module))
@@ -94,16 +96,21 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
             )
 
 
-def _add_sums(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
-    """Sums and means over the tokens of all ranks; their gradients are summed too."""
-    for module, counted in rank_model.resolved.reading[1].counted.items():
+def _add_lines(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """What lines send that are about all tokens: sums, or keys, values and counts to gather; and what a cache gathers."""
+    assert batch.layout is not None
+    tokens = max(batch.layout.lengths) * rank_model.spec.cp
+    for module, sent in rank_model.resolved.reading[1].sent.items():
         if not rank_model.runs(module):
             continue
         again = not rank_model.treatment(module).recompute.keeps("collective")
-        for size, trains in counted.sent(batch.rows, rank_model.compute):
-            log.add("cp", "all_reduce", size, "sums over the tokens, forward", module=module)
-            log.add("cp", "all_reduce", size, "sums over the tokens, recompute", int(again), module=module)
-            log.add("cp", "all_reduce", size, "sums over the tokens, backward", int(trains), module=module)
+        for each in sent:
+            what = "keys, values and counts" if each.gather else "sums over the tokens"
+            there, back = ("all_gather", "reduce_scatter") if each.gather else ("all_reduce", "all_reduce")
+            size = each.size(batch.rows, tokens, rank_model.compute)
+            log.add("cp", there, size, f"{what}, forward", module=module)
+            log.add("cp", there, size, f"{what}, recompute", int(again), module=module)
+            log.add("cp", back, size, f"{what}, backward", int(each.trains), module=module)
 
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:

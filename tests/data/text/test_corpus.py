@@ -108,6 +108,7 @@ def test_fingerprint_changes_with_any_file_and_only_then(tmp_path: Path) -> None
         ("a.jsonl", b'{"text": 3}\n', "a.jsonl line 1: 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl line 1: not UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl line 1: 'text' holds a lone surrogate"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "a.jsonl line 1: Exceeds the limit (4300 digits)"),
         ("a.parquet", b"text", "a.parquet: not a readable Parquet file"),
         ("a.txt", b"", "the corpus has no text: all 1 files are empty"),
     ],

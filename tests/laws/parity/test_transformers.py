@@ -105,12 +105,21 @@ def test_a_transformers_model_with_a_chunked_loss_equals_itself_on_one_device(
         assert max(found) <= TOL
 
 
-def test_selective_recompute_with_a_cache_is_refused() -> None:
-    """The blocks ran again with their keys in the cache, and a RuntimeError ended the first backward."""
-    model = build("Llama")
-    model.config.use_cache = True
-    with pytest.raises(
-        mk.errors.PlanError, match=r"recompute='selective' of 'model.layers.0' with config.use_cache=True"
-    ):
-        memory = mk.MemoryPolicy(recompute="selective")
-        mk.estimate(model, strategy=mk.Strategy(mesh="dp_shard=1", memory=memory), rows=1, seq_len=8)
+def gradients_with_a_cache(recompute: str) -> bool:
+    """Whether they are those of no recompute and no cache."""
+    ids = torch.arange(24).view(2, 12) % 20
+    gradients = []
+    for cache in (True, False):
+        model = build("Llama")
+        model.config.use_cache = cache
+        memory = mk.MemoryPolicy(recompute=recompute if cache else "none")
+        run = mk.parallelize(model, mk.init_mesh(), memory=memory)
+        run.forward_backward({"input_ids": ids, "labels": ids})
+        gradients.append([param.grad for param in run.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_blocks_that_run_again_have_no_cache(recompute: str) -> None:
+    """With transformers' default they found their keys of the forward in it, and ended in a RuntimeError."""
+    assert pool(1).run(gradients_with_a_cache, recompute) == [True]

@@ -208,7 +208,7 @@ def test_patterns_of_layers_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "operation"),
-    [("lfm2", "aten.convolution.default"), ("roberta", "aten.ne.Scalar"), ("bloom", "aten.baddbmm.default")],
+    [("lfm2", "aten.convolution.default"), ("minimax", "aten.bmm.default"), ("inkling_text", "position_bias")],
 )
 def test_a_model_of_transformers_that_mixes_tokens_is_refused(kind: str, operation: str) -> None:
     with pytest.raises(PlanError, match=operation):

@@ -25,8 +25,7 @@ from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.parallel.context.test_modules import TOKENS, VOCAB, OwnAttention, OwnBlock, OwnModel
 from tests.world import pool
 from tests.zoo import causal
-from tests.zoo.exact import exact
-from tests.zoo.shrink import DATA_IDS, VOCABULARY
+from tests.zoo.shrink import VOCABULARY
 
 pytestmark = pytest.mark.turns(4)
 
@@ -226,61 +225,3 @@ def test_a_whole_model_is_not_run_on_all_tokens() -> None:
     for model in (OfAll(), Nested()):
         with pytest.raises(PlanError, match="aten.cumsum"):
             resolve(read_program(model), strategy, MeshSpec(cp=2))
-
-
-class ByHand(nn.Module):
-    """Attention by products, with a mask of all pairs of tokens that is handed to it; returns the probabilities too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.mT / 2).masked_fill(~mask, -1e9).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(-2)), weights
-
-
-class OwnMask(OwnModel):
-    """Makes the mask of a rank's tokens, which is none of all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = ByHand()
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        tokens = input_ids.shape[1]
-        x = self.tokens(input_ids)
-        return self.head(x + self.attn(x, torch.ones(tokens, tokens, dtype=torch.bool).tril())[0])
-
-
-def test_attention_by_hand_with_a_mask_of_a_ranks_own_tokens_is_refused() -> None:
-    with pytest.raises(PlanError, match="cannot be split by its tokens"):
-        resolve(read_program(OwnMask()), Strategy(unproved="replicate"), MeshSpec(cp=2))
-
-
-def error_of_a_zoo_model(kind: str, mesh: str) -> float:
-    """The largest difference of a gradient; rows of one mask."""
-    ids = torch.randint(*DATA_IDS, (4, TOKENS + 1), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    with exact():
-        one = causal.build(kind)
-        logits = one(batch["input_ids"]).logits
-        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-        run = mk.parallelize(causal.build(kind), mesh_for(mesh), unproved="replicate")
-        own = {name: x.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, x in batch.items()}
-        run.forward_backward(own)
-        expected = {name: param.grad for name, param in one.named_parameters()}
-        return max(
-            float((full_tensor(param.grad) - expected[name]).abs().max())
-            for name, param in run.named_parameters()
-            if expected[name] is not None
-        )
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh"), [("mpt", "cp=3"), ("gptj", "dp_shard=2 cp=2"), ("falcon", "cp=2"), ("roberta", "cp=2")]
-)
-def test_attention_by_hand_runs_on_all_tokens_with_a_mask_of_all(kind: str, mesh: str) -> None:
-    ranks = MeshSpec.parse(mesh).world_size
-    assert max(pool(ranks).run(error_of_a_zoo_model, kind, mesh)) < TOL
