@@ -69,7 +69,7 @@ def shared_scales(module: nn.Module) -> Iterator[None]:
 
     Wire: one all-reduce of a maximum for each weight over the shards, in one message; none without such weights.
     Source: torchao's precompute_float8_dynamic_scale_for_fsdp, whose scales are stale after the next optimizer step where
-    nobody calls it again, and which takes no rank without rows of a weight.
+    nobody calls it again.
     """
     # By the table: to ask for a parametrized weight is to compute it, which spectral_norm counts as a step.
     held: list[Any] = [child._parameters.get("weight") for child in module.modules() if isinstance(child, nn.Linear)]
@@ -82,15 +82,11 @@ def shared_scales(module: nn.Module) -> Iterator[None]:
         return
     from torchao.float8.float8_utils import amax_to_scale
 
-    filled = [index for index, shard in enumerate(shards) if shard.numel()]
-    maxima = torch.zeros(len(shards), dtype=shards[0].dtype, device=shards[0].device)
     with torch.no_grad():
-        if filled:
-            norms = _torch.foreach_norm([shards[index]._tensor for index in filled], torch.inf)
-            by_index = dict(zip(filled, norms, strict=True))  # a rank may have no rows of a weight
-            maxima = torch.stack([by_index.get(index, maxima[index]) for index in range(len(shards))])
+        maxima = torch.stack(_torch.foreach_norm([shard._tensor for shard in shards], torch.inf))
         mesh = weights[0].device_mesh
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+        if mesh.size(mesh.ndim - 1) > 1:  # else replicas alone, which have all rows
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
         scales = amax_to_scale(maxima, shards[0]._dtype)
     for shard, scale in zip(shards, scales.unbind(), strict=True):
         shard._precomputed_scale = scale

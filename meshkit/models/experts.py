@@ -82,6 +82,7 @@ class Experts(nn.Module):
     def compute(self, x_MC: Tensor, counts_E: Tensor | list[int]) -> Tensor:
         """Run this rank's experts on sorted rows: the first counts[0] rows go to the first expert, and so on. Returns [M, C].
 
+        There may be more rows than a tensor of counts has; what is returned for those means nothing.
         Raises: PlanError if `kernel` is "grouped" where it cannot be.
         """
         sizes = self.gate_proj.shape[1:]
@@ -142,8 +143,10 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
 def _loop(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     # The host waits here for the device, unless whoever exchanged the rows has the counts as a list already.
     sizes = counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E
-    parts = zip(x_MC.split(sizes), gate.unbind(), up.unbind(), down.unbind(), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts])
+    *rows, others = x_MC.split([*sizes, len(x_MC) - sum(sizes)])
+    parts = zip(rows, gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    out = [F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts]
+    return torch.cat([*out, others])
 
 
 def _grouped(x_MC: Tensor, counts_E: Tensor | list[int], gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -28,12 +28,13 @@ class Collected:
 
     losses: by kind, summed over the layers. counts: tokens of each expert, [E] int64 for each router, summed over its calls.
     dropped: for each call of a layer with a capacity, the (token, choice) pairs that exceeded it, and the number of all
-    pairs.
+    pairs. most_rows: for each call with `ExpertPolicy.max_rows`, the most rows that a rank had for the experts of one.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
     dropped: list[tuple[Tensor, int]] = field(default_factory=list)
+    most_rows: list[Tensor] = field(default_factory=list)
 
     def total(self) -> Tensor | float:
         """The sum of all losses; 0.0 if there are none."""
@@ -88,6 +89,14 @@ def report_dropped(dropped: Tensor, pairs: int) -> None:
     collected = _collected.get()
     if collected is not None and not _torch.in_backward():
         collected.dropped.append((dropped, pairs))
+
+
+def report_rows(most: Tensor) -> bool:
+    """An exchange of padded rows calls this once in each forward. Whether somebody looks at it, or has already."""
+    collected = _collected.get()
+    if collected is not None and not _torch.in_backward():
+        collected.most_rows.append(most)
+    return collected is not None or _torch.in_backward()
 
 
 # ---------------------------------------------------------------------------------------------------------- losses

@@ -87,6 +87,12 @@ def combine(rows_MC: Tensor, order_M: Tensor, weights_NK: Tensor) -> Tensor:
         # The inverse permutation: reading by it is deterministic, and so is its backward, which writes each row once.
         inverse_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
         rows = rows_MC.index_select(0, inverse_M)
-    rows_NKC = rearrange(rows, "(n k) c -> n k c", n=tokens, k=choices)
+    return weighted_sum(rows, weights_NK)
+
+
+def weighted_sum(pairs_MC: Tensor, weights_NK: Tensor) -> Tensor:
+    """The sum of each token's rows, which lie in the order of tokens, by their weights: [N, C], in the weights' dtype."""
+    tokens, choices = weights_NK.shape
+    rows_NKC = rearrange(pairs_MC, "(n k) c -> n k c", n=tokens, k=choices)
     out_NC: Tensor = (rows_NKC.to(weights_NK.dtype) * weights_NK.unsqueeze(-1)).sum(1)
     return out_NC

@@ -222,6 +222,18 @@ def refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshSp
         )
 
 
+def refuse_fp8_shards(policy: Fp8, program: Program, linears: Sequence[str], spec: MeshSpec) -> None:
+    """torchao gives FSDP a rank's rows in fp8 without the padding that an all-gather of unequal shards needs."""
+    shards = spec.dp_shard * spec.cp
+    for name in linears if policy.gather else ():
+        rows = len(program.model.get_parameter(f"{name}.weight"))
+        if rows % shards:
+            raise PlanError(
+                f"Fp8(gather=True): the {rows} rows of {name!r} are no multiple of the {shards} ranks that share them, and "
+                "fp8 gathers take equal shards. Use gather=False, or a dp_shard and cp that divide the rows."
+            )
+
+
 def refuse_idle_ranks(program: Program, cut: Cut, ranks: int) -> None:
     """A rank of pp that trains nothing would have an optimizer without parameters."""
     # `trained` has tied parameters under each of their names: a head that is the embedding trains on the last rank too.

@@ -39,6 +39,7 @@ from meshkit.resolve._refusals import (
     refuse_complex,
     refuse_dropout,
     refuse_fp8,
+    refuse_fp8_shards,
     refuse_idle_ranks,
     refuse_meta,
     refuse_other_mesh,
@@ -188,6 +189,7 @@ def _plan_products(
         return precision.compute, []
     refuse_fp8(precision.fp8, program, strategy.memory, spec)
     fp8 = plan_fp8(program.model, blocks=names.blocks, policy=precision.fp8, device_type=device_type, tp=spec.tp)
+    refuse_fp8_shards(precision.fp8, program, fp8, spec)
     return precision.compute, fp8
 
 

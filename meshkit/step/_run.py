@@ -28,7 +28,7 @@ from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.context import split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
-from meshkit.parallel.expert import note_counts, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.expert import note_counts, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
 from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
@@ -140,7 +140,8 @@ class Run:
         masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Raises: AgreementError, on every rank, where they are given other rows, microbatches or losses, or make other calls;
-        PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows.
+        PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows; StepError
+        where `ExpertPolicy.max_rows` was too few.
         Wire: two all-reduces of a few numbers over the mesh, of which the first compares what ranks do, and on what; with
         routers one more of their counts and losses, one of the gradients of scalar parameters, a gather of gradients with
         hooks, and what the blocks send.
@@ -194,6 +195,8 @@ class Run:
                     reports.append((collected, weight))
                     repeated = (part, weight) if index == to_repeat else repeated
         summed, means = self._end(total, means, self._lost(watch, batch))
+        if (max_rows := self.strategy.experts.max_rows) is not None:
+            refuse_overflow([report for report, _ in reports], self.mesh, max_rows)
         if whole:
             reduce_whole(whole, earlier, self.mesh.tokens)
         if self.hooks:
@@ -431,9 +434,13 @@ class Run:
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)
-        total = self.infer(part, loss)
+        max_rows = self.strategy.experts.max_rows
+        with nullcontext(Collected()) if max_rows is None else collect() as collected:
+            total = self.infer(part, loss)
         self.model.train(training)
         after_inference(self.model)
+        if max_rows is not None:
+            refuse_overflow([collected], self.mesh, max_rows)
         local = torch.zeros((), device=self.mesh.device) if total is None else total.double() * weight
         if local.ndim and self.pipeline is not None:
             raise PlanError(

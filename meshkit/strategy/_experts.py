@@ -41,12 +41,15 @@ class ExpertPolicy:
 
     capacity: the limit of tokens per expert; None drops nothing. hot: the number of experts of a layer that are copied to
     every rank of ep, so that tokens that chose them are not sent: those with most tokens in the last `history` steps; see
-    `HotExperts`. dispatcher: another one instead of meshkit's.
+    `HotExperts`. max_rows: pad exchanges to so many rows, so that the host waits for no counts: each rank sends each rank of
+    ep as many in every call, see `PaddedAllToAll`; None sends as many as there are. dispatcher: another one instead of
+    meshkit's.
     """
 
     capacity: Capacity | None = None
     hot: int = 0
     history: int = DEFAULT_HISTORY
+    max_rows: int | None = None
     dispatcher: MakeDispatcher | None = None
 
     def __post_init__(self) -> None:
@@ -60,14 +63,29 @@ class ExpertPolicy:
                 f"ExpertPolicy: history={self.history} is how hot experts are found, but hot=0 copies none. Give hot, or "
                 "leave history away."
             )
-        if self.dispatcher is not None and (self.hot or self.capacity is not None):
+        if self.max_rows is not None and self.max_rows < 1:
             raise PlanError(
-                "ExpertPolicy: hot and capacity are of meshkit's own dispatcher; another one has its own way. Leave them "
-                "away, or leave dispatcher away."
+                f"ExpertPolicy: max_rows={self.max_rows} leaves no room. Use the most rows that a rank may have for the "
+                "experts of another, or leave max_rows away."
+            )
+        if self.max_rows is not None and self.hot:
+            raise PlanError(
+                f"ExpertPolicy: hot={self.hot} reads on the host where tokens go, which max_rows={self.max_rows} is there to "
+                "avoid. Leave one of them away."
+            )
+        if self.dispatcher is not None and (self.hot or self.capacity is not None or self.max_rows is not None):
+            raise PlanError(
+                "ExpertPolicy: hot, capacity and max_rows are of meshkit's own dispatcher; another one has its own way. "
+                "Leave them away, or leave dispatcher away."
             )
 
     def refuse_misfit(self, *, ep: int, etp: int) -> None:
-        """Raises: PlanError for hot experts on a mesh that does not share experts whole."""
+        """Raises: PlanError for hot experts on a mesh that does not share experts whole, and for padding of no exchange."""
+        if self.max_rows is not None and ep * etp == 1:
+            raise PlanError(
+                f"ExpertPolicy: max_rows={self.max_rows} pads what ranks of ep and etp exchange, but the mesh has ep=1 "
+                "etp=1. Use ep > 1 or etp > 1, or leave max_rows away."
+            )
         # With etp no rank holds an expert whole that it could copy to others.
         if self.hot and (ep == 1 or etp > 1):
             raise PlanError(

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gate
 CELLS = list(dict.fromkeys(mistake.cell for mistake in MISTAKES))
 WIDER = [
     Cell(sizes="uneven", mesh="dp_shard=2", offload="host", optimizer="host", recompute="selective", microbatches=2),
+    Cell(offload="disk", optimizer="host", microbatches=2),
 ]
 
 

@@ -77,6 +77,10 @@ class LateStreams:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+    def finish(self) -> None:
+        for copy in (*self._out, *self._in):
+            copy.synchronize()
+
     def _queue(self, queue: deque[_Copy], copy: _Copy) -> Event:
         with self.lock:
             queue.append(copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -19,7 +20,8 @@ from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.sharding import full_tensor
 from meshkit.memory import chosen_linears, plan_fp8
 from meshkit.strategy import OptimizerOffload, OptimizerPolicy
-from tests.laws.parity.cases import Cell, batches, build, own_rows, reference, start
+from tests.laws.parity.cases import Cell, batches, build, own_rows, plan_of, reference, start
+from tests.laws.parity.test_bytes import observe_step
 from tests.optim.test_host_offload import resume, save_half_way
 from tests.world import RankError, pool
 
@@ -128,6 +130,19 @@ def test_the_scales_of_all_weights_of_a_step_are_one_all_reduce() -> None:
         assert len(apart) > 2 * 14 and set(apart) == {4}
 
 
+@needs_torchao
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "cp=2", "dp_replicate=2", "dp_replicate=2 dp_shard=2"])
+@pytest.mark.parametrize("gather", [False, True])
+def test_weights_in_fp8_and_their_scales_are_explained_byte_by_byte(mesh: str, gather: bool) -> None:
+    cell = fp8(mesh, gather=gather)
+    ranks = mk.MeshSpec.parse(mesh).world_size
+    for seen, said in pool(ranks).run(observe_step, replace(cell, microbatches=2)):
+        assert seen - said == Counter(), "sent, but not explained"
+        assert said - seen == Counter(), "explained, but not sent"
+        scales = [message for message in said if message.op == "all_reduce" and message.size == 14 * 4]
+        assert len(scales) == (gather and mesh != "dp_replicate=2")
+
+
 def test_layers_in_blocks_whose_dims_are_multiples_of_16_are_chosen() -> None:
     model = build(Cell(mesh="", hidden_mlp=48, heads=(8, 2), layers=1))  # k and v: 8 features
     blocks = ["layers.0"]
@@ -163,6 +178,18 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
     with pytest.raises(mk.errors.PlanError, match="no linear layer of the blocks has dims that are multiples of 16"):
         plan_fp8(
             build(Cell(mesh="")), blocks=["layers.0"], policy=mk.strategy.Fp8(emulate=True), device_type="cpu", tp=64
+        )
+
+
+@needs_torchao
+def test_a_gather_in_fp8_of_unequal_shards_is_refused() -> None:
+    """It ended ranks in native code."""
+    cell = fp8("dp_shard=3", gather=True)
+    with pytest.raises(
+        mk.errors.PlanError, match=r"rows of 'layers.0.self_attn.q_proj' are no multiple of the 3 ranks"
+    ):
+        mk.preflight.explain.explain(
+            build(cell), cell.mesh, plan=plan_of(cell), memory=cell.memory, rows=1, seq_len=16, device="cpu"
         )
 
 

@@ -131,16 +131,21 @@ class Pinning(CpuStreams):
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])
-def test_nothing_is_pinned_after_the_first_step(to: str, tmp_path: Path) -> None:
-    """Of two blocks; rows of the second step are longer, and their gradients those of a model without offload."""
+def test_memory_is_pinned_after_the_first_step_and_in_no_step(to: str, tmp_path: Path) -> None:
+    """Rows of the third step are longer."""
     streams = Pinning()
     tier = (
         HostTier(streams, slab_bytes=PAGE)
         if to == "host"
         else DiskTier(streams, tmp_path, staging=1 << 20, slab_bytes=PAGE)
     )
-    tier.seal()  # a step in which nothing was offloaded
-    for size, in_first_step in ((3000, True), (60_000, False)):
+    tier.end_step()  # a step in which nothing was offloaded
+    assert not streams.slabs
+    for size, taken_in_step, taken_after in (
+        (3000, [(PAGE, False)], [(PAGE, True)]),
+        (3001, [], []),
+        (60_000, [(61_440, False)], []),
+    ):
         source, target = bytes_of(size, 1), torch.zeros(size, dtype=torch.uint8)
         stored = tier.store(source)
         if isinstance(tier, DiskTier):
@@ -150,9 +155,11 @@ def test_nothing_is_pinned_after_the_first_step(to: str, tmp_path: Path) -> None
         stored.arrive()
         assert torch.equal(source, target)
         stored.release()
-        assert streams.slabs and {pinned for _, pinned in streams.slabs} == {in_first_step}
+        assert streams.slabs[:1] == taken_in_step and not any(pinned for _, pinned in streams.slabs)
         streams.slabs.clear()
-        tier.seal()
+        tier.end_step()
+        assert streams.slabs == taken_after
+        streams.slabs.clear()
     if isinstance(tier, HostTier):
         streams.device = torch.device("cuda")
         assert "after the first step are not pinned: give reserve=61440" in tier.describe()
@@ -277,6 +284,7 @@ def held_after_forward(to_disk: bool, folder: str) -> tuple[int, int, list[Tenso
     return held, blocks * rows * size * 4 * (1 + 3 * 4), [param.grad for param in model.parameters()]
 
 
+@pytest.mark.turns(4)
 def test_the_disk_frees_memory(tmp_path: Path) -> None:
     """109 MB of 8 blocks: with the disk the last block (14 MB) and staging memory (8 MiB) stay."""
     ((without, saved, expected),) = pool(1).run(held_after_forward, False, str(tmp_path))

@@ -40,7 +40,10 @@ class DiskTier:
         self.streams, self.staging = streams, staging
         self.files = Files(folder, slab_bytes=slab_bytes)
         self.files.arena.reserve(reserve)
-        self.memory = HostSpace(streams, slab_bytes=min(slab_bytes, round_up(staging)))
+        # See [Note: no pinning in a step]. Threads copy from it to the device: from pageable memory such a copy may
+        # wait for collectives inside of the driver, and hold up those that this rank would queue meanwhile.
+        pinned_bytes = 0 if streams.device.type == "cpu" else round_up(staging)
+        self.memory = HostSpace(streams, reserve=pinned_bytes, slab_bytes=min(slab_bytes, round_up(staging)))
         self.threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="meshkit-offload")
         self.waited_s = 0.0
         self.failure: tuple[int, OSError] | None = None  # the first write that failed: bytes, why
@@ -70,9 +73,12 @@ class DiskTier:
         if self.failure is not None:
             raise self.files.error("writing", *self.failure) from self.failure[1]
 
-    def seal(self) -> None:
-        if self.memory.arena.peak_bytes:
-            self.memory.seal()
+    def end_step(self) -> None:
+        if self.memory.arena.peak_bytes and not self.memory.is_settled:
+            self.streams.finish()
+            wait([stored.written for stored in self._writing + self._leaving])
+            self.tidy()
+            self.memory.pin()
 
     @property
     def peak_bytes(self) -> int:

@@ -44,6 +44,14 @@ class Arena:
         self._lock = threading.Lock()
         self.total_bytes = self.used_bytes = self.peak_bytes = 0
 
+    def restart(self, nbytes: int) -> None:
+        """One slab of so many bytes in place of all, of which no piece is in use."""
+        with self._lock:
+            assert not self.used_bytes, "a piece is in use"
+            self._free.clear()
+            self.total_bytes = 0
+            self._add(nbytes)
+
     def reserve(self, nbytes: int) -> None:
         """Grow to at least `nbytes` in total, in one slab if there were none."""
         with self._lock:
@@ -97,30 +105,44 @@ class Arena:
 class HostSpace:
     """Slabs of host memory and pieces of them as tensors."""
 
-    def __init__(self, streams: Streams, *, slab_bytes: int = SLAB_BYTES) -> None:
+    # [Note: no pinning in a step]
+    # The driver may finish what is queued on the device before it pins, also a collective whose other ranks wait for what
+    # this rank would queue next: a rank that pins alone, in the middle of a step, could stop all. So `reserve` pins before
+    # the first step; what a step adds is not pinned, and a copy to it is slower and the host waits for it, for work that is
+    # queued already and whose end needs nobody. After the first step that has used it, `pin` does once for all of it what
+    # `reserve` does, when the device has nothing queued. What later steps add stays as it is: ranks with as many rows grow
+    # together, but one that grows alone must not stop the others.
+
+    def __init__(self, streams: Streams, *, reserve: int = 0, slab_bytes: int = SLAB_BYTES) -> None:
         self._slabs: list[Tensor] = []
         self._streams = streams
-        self.pins = True
-        self.late_bytes = 0
+        self._pins = True
+        self.pageable_bytes = 0
         self.arena = Arena(self._add, slab_bytes=slab_bytes)
+        self.arena.reserve(reserve)
+        self._pins = False
+        self.is_settled = False
 
     def view(self, piece: Piece, nbytes: int) -> Tensor:
         """The first `nbytes` of the piece."""
         return self._slabs[piece.slab].narrow(0, piece.offset, nbytes)
 
     def _add(self, index: int, nbytes: int) -> None:
-        self._slabs.append(made_on_host(lambda: self._streams.slab(nbytes, pinned=self.pins)))
-        self.late_bytes += 0 if self.pins else nbytes
+        self._slabs.append(made_on_host(lambda: self._streams.slab(nbytes, pinned=self._pins)))
+        self.pageable_bytes += 0 if self._pins else nbytes
 
-    # [Note: no pinning after the first step]
-    # The driver may finish what is queued on the device before it pins, also a collective whose other ranks wait for what
-    # this rank would queue next. Ranks with as many rows grow together; one that grows alone, in a later step,
-    # could stop all. So what is added after the first step is not pinned: a copy to it is slower and the host waits for it,
-    # for work that is queued already and whose end needs nobody. `reserve` pins before the first step.
-
-    def seal(self) -> None:
-        """Pin no more."""
-        self.pins = False
+    def pin(self) -> None:
+        """Put one pinned slab of their size in place of the slabs, if no piece is in use. The device must be idle."""
+        if self.arena.used_bytes:
+            return
+        self.is_settled = True
+        if not self.pageable_bytes:
+            return
+        total_bytes = self.arena.total_bytes
+        self._slabs.clear()
+        self.pageable_bytes, self._pins = 0, True
+        self.arena.restart(total_bytes)
+        self._pins = False
 
 
 class HostTier:
@@ -128,8 +150,7 @@ class HostTier:
 
     def __init__(self, streams: Streams, *, reserve: int = 0, slab_bytes: int = SLAB_BYTES) -> None:
         self.streams = streams
-        self.space = HostSpace(streams, slab_bytes=slab_bytes)
-        self.space.arena.reserve(reserve)
+        self.space = HostSpace(streams, reserve=reserve, slab_bytes=slab_bytes)
         self.waited_s = 0.0
 
     def store(self, source: Tensor) -> InHost:
@@ -140,9 +161,11 @@ class HostTier:
     def tidy(self) -> None:
         return None
 
-    def seal(self) -> None:
-        if self.space.arena.peak_bytes:  # a step without blocks that are offloaded was no first one
-            self.space.seal()
+    def end_step(self) -> None:
+        # A step without blocks that are offloaded was no first one.
+        if self.space.arena.peak_bytes and not self.space.is_settled:
+            self.streams.finish()
+            self.space.pin()
 
     @property
     def peak_bytes(self) -> int:
@@ -152,7 +175,7 @@ class HostTier:
         total = f"host memory, {self.space.arena.total_bytes / 2**20:,.1f} MiB taken"
         if self.streams.device.type == "cpu":
             return total
-        late = self.space.late_bytes
+        late = self.space.pageable_bytes
         advice = (
             f", of which {late / 2**20:,.1f} MiB after the first step are not pinned: give reserve={self.peak_bytes}"
         )

@@ -226,7 +226,7 @@ class Offload:
         with self._lock:
             self._tidy(oldest=self._numbers)
             self.tier.tidy()
-            self.tier.seal()
+            self.tier.end_step()
             waited = self.tier.waited_s + self.streams.waited_s
             self.last_step = OffloadStep(
                 **self._counts, peak_bytes=self.tier.peak_bytes, waited_s=waited - self._waited_before

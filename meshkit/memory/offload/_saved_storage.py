@@ -162,8 +162,8 @@ class Tier(Protocol):
         """Free what is no longer used, and raise errors of background work."""
         ...
 
-    def seal(self) -> None:
-        """A step is over: pin no more host memory."""
+    def end_step(self) -> None:
+        """A step is over. After the first that has moved something the host waits for the device, and memory is pinned."""
         ...
 
     @property

@@ -58,6 +58,10 @@ class Streams(Protocol):
         """Let compute wait."""
         ...
 
+    def finish(self) -> None:
+        """The host waits for all that is queued on the device."""
+        ...
+
 
 def pages(nbytes: int) -> Tensor:
     """Page-aligned host memory, [nbytes] uint8; pages that nobody touches take none."""
@@ -96,6 +100,9 @@ class CpuStreams:
         return self._done
 
     def wait(self, event: Event) -> None:
+        return None
+
+    def finish(self) -> None:
         return None
 
     @property
@@ -166,6 +173,9 @@ class AcceleratorStreams:
         self._waits.append((before, after))
         self._count_waits()
 
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
     def _compute(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
@@ -221,3 +231,6 @@ class FakeStreams:
 
     def wait(self, event: Event) -> None:
         event.synchronize()
+
+    def finish(self) -> None:
+        return None

@@ -16,8 +16,11 @@ from ._dispatch import DispatchPlan as DispatchPlan
 from ._dispatch import OneRank as OneRank
 from ._hot_experts import HotExperts as HotExperts
 from ._hot_experts import note_counts as note_counts
+from ._padded import PaddedAllToAll as PaddedAllToAll
+from ._padded import refuse_overflow as refuse_overflow
 from ._stacks import ExpertLayout as ExpertLayout
 from ._stacks import expert_layouts as expert_layouts
 from ._traffic import dispatch_traffic as dispatch_traffic
 from ._traffic import even_routing as even_routing
 from ._traffic import packed_traffic as packed_traffic
+from ._traffic import padded_traffic as padded_traffic

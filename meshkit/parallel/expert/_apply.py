@@ -22,6 +22,7 @@ from meshkit.parallel.expert._dispatch import AllToAll, Dispatcher, OneRank
 from meshkit.parallel.expert._exchange import join_rows, local_rows
 from meshkit.parallel.expert._hot_experts import HotExperts, hot_experts_of, set_hot_experts
 from meshkit.parallel.expert._indexed import add_compute, by_indices
+from meshkit.parallel.expert._padded import PaddedAllToAll
 from meshkit.parallel.expert._proof import prove_experts
 from meshkit.parallel.expert._stacks import ExpertLayout, expert_layouts, local_views
 from meshkit.parallel.tensor.local import compute_with, shard_parameter
@@ -44,16 +45,18 @@ def expert_parallel(
     mesh: one axis, `ep`, or two, `ep` x `etp`. They may be any ranks of dp_shard x cp x tp: each brings its own tokens.
     Such a module's forward is (x [N, C], routing, meanwhile=None) -> [N, C]. `meanwhile` is work that runs while rows travel
     (shared experts); it may be omitted. The module has stacked parameters [E, ...] and a method
-    compute(rows [M, C], counts: list[int]) that runs its local experts on rows sorted by expert.
+    compute(rows [M, C], counts: list[int]) that runs its local experts on rows sorted by expert. With `max_rows` counts are a
+    tensor on the device, and there may be more rows than their sum: of those the output is not read.
     With takes="indices" its forward is transformers' (x [N, C], index [N, K], weights [N, K]) -> [N, C]: for each token, the
     sum over its choices of weights times what the expert makes of x; an index of E is no expert. It is called on a rank's
     experts as it is, with `num_experts` their number: that each expert reads its own slice of the stacks is the contract.
     tp: the axis of tensor parallelism of the rest of the model. Without sequence=True its ranks have the same tokens, and
     each dispatches an equal share of them.
-    policy: capacity of experts, copies of busy experts, another dispatcher.
+    policy: capacity of experts, copies of busy experts, padded rows, another dispatcher.
     Gradients are sums over all tokens, as everywhere: those of an expert's replicas on edp add up, nothing is divided.
-    Wire: see `AllToAll`; with tp and without sequence, also an all-gather over tp in each direction; with etp, where gate
-    and up are halves of one parameter, an all-to-all over etp of the rows of it that other ranks need, in each direction.
+    Wire: see `AllToAll`, with max_rows `PaddedAllToAll`; with tp and without sequence, also an all-gather over tp in each
+    direction; with etp, where gate and up are halves of one parameter, an all-to-all over etp of the rows of it that other
+    ranks need, in each direction.
     Raises: PlanError if ep or etp > 1 but the plan names no experts, or if a rank of ep would hold none.
     Source: Lepikhin et al. 2020; folding of the two views: Liu et al. 2025.
     """
@@ -134,6 +137,8 @@ def _dispatcher(experts: int, mesh: DeviceMesh, policy: ExpertPolicy) -> Dispatc
         return dispatcher
     if mesh.size() == 1:
         return OneRank(experts, policy.capacity)
+    if policy.max_rows is not None:
+        return PaddedAllToAll.on(experts, mesh, policy.max_rows, policy.capacity)
     return AllToAll.on(experts, mesh, policy.capacity)
 
 
@@ -142,7 +147,7 @@ def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
         hot = hot_experts_of(self)
         if hot is not None:
             return hot.run(self, x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
-        if isinstance(dispatcher, AllToAll):
+        if isinstance(dispatcher, AllToAll | PaddedAllToAll):
             return dispatcher(x_NC, routing, self.compute, meanwhile).to(x_NC.dtype)
         return dispatcher(x_NC, routing, self.compute).to(x_NC.dtype)
 

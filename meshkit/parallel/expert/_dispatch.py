@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, ta
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
 from meshkit.strategy import Capacity
 
-Compute = Callable[[Tensor, list[int]], Tensor]
-"""(rows [M, C] sorted by expert, row count of each local expert) -> the experts' output [M, C]."""
+Compute = Callable[[Tensor, Any], Tensor]
+"""(rows [M, C] sorted by expert, row count of each local expert) -> the experts' output [M, C].
+
+The counts are a list, or of `PaddedAllToAll` a tensor on the device, whose sum may be less than M.
+"""
 
 
 class Dispatcher(Protocol):

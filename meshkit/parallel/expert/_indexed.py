@@ -25,7 +25,7 @@ def add_compute(module: nn.Module) -> None:
     """
     plain: Any = type(module)
 
-    def compute(self: Any, rows_MC: Tensor, counts: list[int]) -> Tensor:
+    def compute(self: Any, rows_MC: Tensor, counts: list[int] | Tensor) -> Tensor:
         stand_in = plain.__new__(plain)
         parameters = {key: getattr(self, key) for key in self._parameters}
         stand_in.__dict__ = {**self.__dict__, "_parameters": parameters, "num_experts": len(counts)}
@@ -34,8 +34,12 @@ def add_compute(module: nn.Module) -> None:
         # A row of zeros where there is none. By padding: then gradients of no rows reach the all-to-all before it, and those
         # of zeros the experts, and other ranks wait for both.
         padded_MC = rows_MC if len(rows_MC) else F.pad(rows_MC, (0, 0, 0, 1))
-        lengths = torch.tensor(counts if len(rows_MC) else [1], dtype=torch.int64)
-        ids_M = to_device(torch.arange(len(lengths)).repeat_interleave(lengths), rows_MC.device)
+        if isinstance(counts, Tensor):  # rows after the last expert's are the last expert's too: nobody reads them
+            index_M = torch.arange(len(padded_MC), device=counts.device)
+            ids_M = torch.searchsorted(counts.cumsum(0), index_M, right=True).clamp(max=len(counts) - 1)
+        else:
+            lengths = torch.tensor(counts if len(rows_MC) else [1], dtype=torch.int64)
+            ids_M = to_device(torch.arange(len(lengths)).repeat_interleave(lengths), rows_MC.device)
         ones_M1 = padded_MC.new_ones(len(padded_MC), 1)
         out: Tensor = stand_in.forward(padded_MC, ids_M.unsqueeze(1), ones_M1)
         return out[: len(rows_MC)]

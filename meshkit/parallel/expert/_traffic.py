@@ -28,21 +28,32 @@ class DispatchTraffic:
 def dispatch_traffic(plan: DispatchPlan, *, width: int, itemsize: int) -> DispatchTraffic:
     """width: features of a row; itemsize: bytes of one. Backward sends `rows` again, and recompute both."""
     ep, etp = plan.ranks
+    remote = [
+        sum(size for rank, size in enumerate(sizes) if rank != plan.coordinate[0])
+        for sizes in (plan.sent(), plan.received())
+    ]
+    # Over etp padded to the rank with the most rows, as `all_gather_rows` pads.
+    return _traffic(len(plan.counts[0][0]), ep, etp, remote, max(plan.gathered()), width * itemsize)
+
+
+def padded_traffic(experts: int, *, ep: int, etp: int, max_rows: int, width: int, itemsize: int) -> DispatchTraffic:
+    """What `PaddedAllToAll` sends, whatever tokens choose; width and itemsize as in `dispatch_traffic`."""
+    return _traffic(experts, ep, etp, [(ep - 1) * max_rows] * 2, ep * max_rows, width * itemsize)
+
+
+def _traffic(experts: int, ep: int, etp: int, remote: Sequence[int], longest: int, row: int) -> DispatchTraffic:
+    """remote: rows to and from other ranks of ep. longest: rows after the all-to-all, of the rank with most. row: bytes."""
     counts, rows = Sizes(), Sizes()
-    experts = len(plan.counts[0][0])
     axes = "_".join(axis for axis, size in (("ep", ep), ("etp", etp)) if size > 1)
     if axes:
         # Counts are int64: 8 bytes for each expert of each rank.
         counts[axes, "all_gather", ep * etp * experts * 8] += 1
     if ep > 1:
-        for sizes in (plan.sent(), plan.received()):
-            remote = sum(size for rank, size in enumerate(sizes) if rank != plan.coordinate[0])
-            rows["ep", "all_to_all", remote * width * itemsize] += 1
+        for sent in remote:
+            rows["ep", "all_to_all", sent * row] += 1
     if etp > 1:
-        # Padded to the rank with the most rows, as `all_gather_rows` pads.
-        longest = max(plan.gathered()) * etp * width * itemsize
-        rows["etp", "all_gather", longest] += 1
-        rows["etp", "reduce_scatter", longest] += 1
+        rows["etp", "all_gather", longest * etp * row] += 1
+        rows["etp", "reduce_scatter", longest * etp * row] += 1
     return DispatchTraffic(counts, _without_empty(rows))
 
 

@@ -40,6 +40,8 @@ class LocalParam:
     """a parameter of routed experts, which are split over ep and etp"""
     dims: dict[str, int] = field(default_factory=dict)
     """axis of the expert mesh -> the tensor dim that it splits"""
+    fp8: bool = False
+    """gathered in fp8, one byte an element"""
 
     @property
     def numel(self) -> int:
@@ -48,7 +50,7 @@ class LocalParam:
     @cached_property
     def kind(self) -> Hashable:
         """What the bytes depend on that ranks keep and send of it."""
-        return self.shape, self.dtype, self.trains, self.expert
+        return self.shape, self.dtype, self.trains, self.expert, self.fp8
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,9 @@ def local_params(rank_model: RankModel) -> dict[str, LocalParam]:
     """The parameters that this rank holds, by name; a tied one under its first name only."""
     params: dict[str, LocalParam] = {}
     seen: set[int] = set()
+    precision = rank_model.memory.precision
+    gathers = precision is not None and precision.fp8 is not None and precision.fp8.gather
+    in_fp8 = {f"{name}.weight" for name in rank_model.resolved.fp8} if gathers else set[str]()
     for name, param in _stage_params(rank_model.model, rank_model.cut, rank_model.at("pp")):
         if id(param) in seen:
             continue
@@ -244,7 +249,9 @@ def local_params(rank_model: RankModel) -> dict[str, LocalParam]:
         if isinstance(placement, Shard):
             local = chunk(shape[placement.dim], rank_model.spec.tp, rank_model.at("tp"))
             shape[placement.dim] = local.stop - local.start
-        params[name] = LocalParam(tuple(shape), tuple(param.shape), param.dtype, param.requires_grad)
+        params[name] = LocalParam(
+            tuple(shape), tuple(param.shape), param.dtype, param.requires_grad, fp8=name in in_fp8
+        )
     return params
 
 

@@ -163,11 +163,22 @@ def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> tuple[in
     # An all-gather's is its result and a reduce-scatter's its input, both the whole tensor, as the profiler and NCCL's tests
     # count them. A ring moves (n - 1) / n of that in and out of each rank, and an all-reduce twice that: it is the two.
     _, shards, _ = rank_model.sharded_over(params[0])
-    gathered = sum(_padded(param, shards) * _gathered_dtype(rank_model, param).itemsize for param in params)
+    gathered = sum(
+        _padded(param, shards) * (1 if param.fp8 else _gathered_dtype(rank_model, param).itemsize) for param in params
+    )
     reduced = sum(
         _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params if param.trains
     )
     return gathered, reduced
+
+
+def add_scales(log: TrafficLog, rank_model: RankModel) -> None:
+    """The all-reduce of the maxima of all weights that are gathered in fp8, once a step; see `shared_scales`."""
+    weights = [param for param in rank_model.params.values() if param.fp8]
+    if weights:
+        axis, shards, _ = rank_model.sharded_over(weights[0])
+        size = len(weights) * weights[0].dtype.itemsize
+        log.add(axis, "all_reduce", size, "scales of fp8 weights", int(shards > 1))
 
 
 def _gathered_dtype(rank_model: RankModel, param: LocalParam) -> torch.dtype:

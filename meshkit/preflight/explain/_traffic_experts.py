@@ -9,9 +9,10 @@ from torch import nn
 
 from meshkit.core.sharding import even_part
 from meshkit.models.experts import MoE
-from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, packed_traffic
+from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, packed_traffic, padded_traffic
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel
+from meshkit.preflight.explain._traffic import whole_axis
 from meshkit.strategy import ExpertPolicy
 
 
@@ -29,10 +30,20 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
         again = rank_model.treatment(name).recompute.runs_block_again
         flows = rank_model.flow.leaves(name)
         chosen = _chosen(rank_model, name)
-        plan = even_routing(
-            layout.experts, tokens * chosen, ep=spec.ep, etp=spec.etp, coordinate=rank_model.expert_coordinate
-        )
-        traffic = dispatch_traffic(plan, width=layout.width, itemsize=rank_model.compute.itemsize)
+        if (max_rows := rank_model.resolved.strategy.experts.max_rows) is not None:
+            traffic = padded_traffic(
+                layout.experts,
+                ep=spec.ep,
+                etp=spec.etp,
+                max_rows=max_rows,
+                width=layout.width,
+                itemsize=rank_model.compute.itemsize,
+            )
+        else:
+            plan = even_routing(
+                layout.experts, tokens * chosen, ep=spec.ep, etp=spec.etp, coordinate=rank_model.expert_coordinate
+            )
+            traffic = dispatch_traffic(plan, width=layout.width, itemsize=rank_model.compute.itemsize)
         if spec.tp > 1 and not rank_model.sequence:
             _add_token_split(log, rank_model, name, batch, chosen, layout.width)
         for (axis, op, size), times in traffic.counts.items():
@@ -138,6 +149,8 @@ def add_balance(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
 def add_step_balance(log: TrafficLog, rank_model: RankModel) -> None:
     """All-reduces of tokens per expert, and of the auxiliary losses, that are once a step."""
     routers = _routers(rank_model)
+    if rank_model.resolved.strategy.experts.max_rows is not None:
+        log.add(whole_axis(rank_model.spec), "all_reduce", 8, "most rows of an exchange")
     if not routers:
         return
     # All routers in one message: a row each, as wide as the one with most experts.
@@ -152,7 +165,11 @@ def expert_notes(rank_model: RankModel, policy: ExpertPolicy) -> list[str]:
     """How the experts are computed, and that their messages depend on the routing."""
     first: Any = rank_model.model.get_submodule(next(iter(rank_model.experts)))
     notes = [f"experts: {first.kernel_text(rank_model.compute)}"] if hasattr(first, "kernel_text") else []
-    if rank_model.spec.ep * rank_model.spec.etp > 1:
+    if policy.max_rows is not None:
+        notes.append(
+            f"experts: each rank of ep is sent {policy.max_rows} rows in every call; a step that has more is refused"
+        )
+    elif rank_model.spec.ep * rank_model.spec.etp > 1:
         notes.append("experts: what is sent on ep and etp is what it would be if tokens chose all experts alike")
     routed = {name.rpartition(".")[0] for name, _ in _routers(rank_model)}
     if any(name.rpartition(".")[0] not in routed for name in rank_model.experts if rank_model.runs(name)):

@@ -58,6 +58,7 @@ class Cell:
     microbatches: int = 1
     packing: bool = False
     masked: bool = False
+    max_rows: int | None = None  # not drawn
 
     @property
     def spec(self) -> mk.MeshSpec:

@@ -173,7 +173,7 @@ def start(cell: Cell, noted: list[Noting] | None = None) -> mk.Run:
         return noted[-1]
 
     folded = cell.model in ROUTED and mesh.spec.ep * mesh.spec.etp > 1
-    experts = ExpertPolicy(dispatcher=note if folded and noted is not None else None)
+    experts = ExpertPolicy(dispatcher=note if folded and noted is not None else None, max_rows=cell.max_rows)
     return mk.parallelize(model, mesh, strategy_of(cell, plan, experts))
 
 

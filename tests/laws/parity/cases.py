@@ -82,6 +82,7 @@ class Cell:
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
     hot: int = 0
+    max_rows: int | None = None
     memory: mk.MemoryPolicy | None = None  # in place of recompute and bf16
     context: mk.strategy.ContextPolicy = field(default_factory=mk.strategy.ContextPolicy)
 
@@ -198,7 +199,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         compile=cell.compile or False,
         context=cell.context,
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule, stages=cell.stages),
-        **{"experts": ExpertPolicy(hot=cell.hot), **options},
+        **{"experts": ExpertPolicy(hot=cell.hot, max_rows=cell.max_rows), **options},
     )
 
 

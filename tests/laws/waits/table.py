@@ -20,7 +20,8 @@ class Pinned:
     copied_beside: int = 56
 
 
-DISPATCH, LOOP, CP = "parallel/expert/_dispatch.py", "models/experts.py", "parallel/context/_split.py"
+DISPATCH, PADDED = "parallel/expert/_dispatch.py", "parallel/expert/_padded.py"
+LOOP, CP = "models/experts.py", "parallel/context/_split.py"
 
 PINNED: list[tuple[Cell, Pinned]] = [
     (Cell(mesh="dp_shard=2", precision="fp32"), Pinned(launches=300, clip=15)),
@@ -38,6 +39,15 @@ PINNED: list[tuple[Cell, Pinned]] = [
     (
         Cell(mesh="dp_shard=2 ep=2", precision="fp32", model="moe"),
         Pinned(waits={DISPATCH: 1}, launches=406, clip=20, copied_beside=136),
+    ),
+    # Padded rows need no counts on the host; at the end of the step it asks whether all of them fitted.
+    (
+        Cell(mesh="dp_shard=2 ep=2", precision="fp32", model="moe", max_rows=96),
+        Pinned(waits={PADDED: 1}, launches=441, clip=20),
+    ),
+    (
+        Cell(mesh="dp_shard=2 ep=2", precision="fp32", model="mla", max_rows=96, recompute="full"),
+        Pinned(waits={PADDED: 1}, launches=854, clip=20),
     ),
     (
         Cell(mesh="tp=2", precision="fp32", model="mla"),

@@ -173,7 +173,7 @@ def test_copies_are_refused_where_nobody_shares_experts(mesh: str, text: str) ->
 def test_policies_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(PlanError, match=r"hot=-1 experts by the last history=5 steps\. Use hot of at least 0"):
         ExpertPolicy(hot=-1)
-    with pytest.raises(PlanError, match=r"hot and capacity are of meshkit's own dispatcher"):
+    with pytest.raises(PlanError, match=r"hot, capacity and max_rows are of meshkit's own dispatcher"):
         ExpertPolicy(hot=1, dispatcher=lambda experts, mesh: OneRank(experts))
 
 
@@ -193,11 +193,13 @@ def test_locality_keeps_tokens_on_their_node() -> None:
     assert sum(near) == 0 < sum(some) < sum(far)
 
 
-def norms_with(cell: Cell, factors: list[float | None]) -> list[tuple[float, float | None]]:
+def norms_with(
+    cell: Cell, factors: list[float | None], max_rows: int | None = None
+) -> list[tuple[float, float | None]]:
     """The gradient norm of the first step and the share that was dropped, for each capacity."""
     norms: list[tuple[float, float | None]] = []
     for factor in factors:
-        policy = ExpertPolicy(capacity=None if factor is None else Capacity(factor=factor))
+        policy = ExpertPolicy(capacity=None if factor is None else Capacity(factor=factor), max_rows=max_rows)
         run = start(cell, experts=policy)
         run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)
         share = run.dropped_share
