@@ -301,7 +301,11 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     if experts_sharded:  # FSDP's root is there, so it takes the rest as well
         sharded = True
     of_stages = {0: list(kinds)} if cut is None else {s: list(cut.stages.blocks[s]) for s in cut.stages_of(pp_rank)}
+    # Those that do not run are held, and get neither gradients nor moments.
+    idle = {name for name, kind in kinds.items() if not traced.template.blocks[kind]}
     blocks = [name for stage in of_stages.values() for name in stage]
+    if any(idle.issuperset(stage) for stage in of_stages.values()):
+        raise Unlike("compose: no block of a stage runs.")
 
     def bytes_of(params: Sequence[LocalParam], shards: int, is_sharded: bool) -> UnitBytes:
         return unit_bytes(params, shards=shards, sharded=is_sharded, precision=precision, granule=granule)
@@ -329,6 +333,8 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             )
         own, experts, buffer_bytes = by_kind[kind]
         buffers += buffer_bytes
+        if name in idle:
+            own, experts = _held(own), {key: _held(each) for key, each in experts.items()}
         if own.sharded:
             units[name] = own
         elif sharded:
@@ -362,7 +368,9 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
                 ahead[before[0]], behind[after[0]] = after, before
     return Walk(
         rank=Rank(
-            stages={stage: [(name, kinds[name]) for name in names] for stage, names in of_stages.items()},
+            stages={
+                stage: [(name, kinds[name]) for name in names if name not in idle] for stage, names in of_stages.items()
+            },
             count=1 if cut is None else cut.stages.count,
             zero=resolved.zero,
             sharded=sharded,
@@ -385,8 +393,14 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             replicas=spec.dp_replicate > 1,
             ahead=ahead,
             behind=behind,
+            idle=not idle.isdisjoint(units),
         ),
     )
+
+
+def _held(unit: UnitBytes) -> UnitBytes:
+    """A unit that never runs: it has no moments."""
+    return replace(unit, moments=0)
 
 
 def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:

@@ -22,7 +22,7 @@ class Buffers:
     """units: those that are sharded. frees: whether a unit is freed after forward; kept: those that are not even then.
 
     replicas: whether gradients are summed over replicas too. ahead: unit -> those that are gathered when it begins, in
-    forward; in backward `behind`.
+    forward; in backward `behind`. idle: whether a unit never runs, which FSDP looks at after the others.
     """
 
     timeline: Timeline
@@ -32,6 +32,7 @@ class Buffers:
     replicas: bool
     ahead: Mapping[str, Sequence[str]] = field(default_factory=dict)
     behind: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    idle: bool = False
     _whole: set[str] = field(default_factory=set)
     _on_the_way: set[str] = field(default_factory=set)
     _copied_out: str | None = None  # in forward the buffer of the unit before is there until the next is copied out
@@ -115,7 +116,7 @@ class Buffers:
             self._open, key=lambda name: name != ROOT
         ):  # FSDP's root goes through its units, itself first
             self.done(name, reduces=reduces, frees=frees, last=last, added=added)
-        if last:  # else it stays until the next unit is reduced
+        if last or (self.idle and reduces):  # else it stays until FSDP comes to the next unit
             self.settle()
 
     def end_pipeline(self) -> None:

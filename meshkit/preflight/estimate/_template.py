@@ -24,6 +24,7 @@ class Item:
 class Template:
     """before, blocks, after: of forward, where blocks has those of one kind, by its first block; then of backward.
 
+    A block that the loss has no need of, as one that predicts further tokens, has none.
     Between `loss` and the last block's backward is `after_backward`, and after the first block's is `before_backward`.
     shared: storages that are made before the blocks and read by all of them, such as rotary tables; they are freed with the
     last of them, and not with each. locals: those that are made before the blocks and freed when the model returns, with
@@ -56,14 +57,14 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
     before, forward, after = _around(items[:loss], blocks, "enter", "leave")
     trace = _with_input(trace, forward, after)
     after_backward, backward, before_backward = _around(items[loss:], blocks, "backward", "done")
-    if set(forward) != blocks or set(backward) - blocks:
-        raise Unlike("compose: not every block of this model runs.")
+    if set(backward) - set(forward):
+        raise Unlike("compose: a block of this model runs in backward alone.")
     shared = _freed_in(trace, before, [*forward.values(), *backward.values()])
     locals_ = _freed_in(trace, before, [after])
     return Template(
         trace,
         before,
-        forward,
+        {name: forward.get(name, ()) for name in blocks},
         after,
         after_backward,
         backward,

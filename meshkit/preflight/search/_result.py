@@ -105,7 +105,8 @@ class Found:
             fewest = (
                 "" if self.least is None else f"; the least is {format_bytes(self.least[0])}: {flags_of(self.least[1])}"
             )
-            lines.append(f"nothing fits{room}{fewest}")
+            looked = f" of what was looked at before the limit, which {self.cut:,} were not" if self.cut else ""
+            lines.append(f"nothing fits{room}{looked}{fewest}")
         else:
             if self.gap:
                 lines.append(f"ended before all was looked at: nothing is better by more than {self.gap:.1%}")

@@ -366,7 +366,7 @@ def _of_world(
     state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
         while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
-            if until is not None and state.best is not None and time.process_time() > until:
+            if until is not None and time.process_time() > until:
                 break
             state.step(heapq.heappop(state.heap))
             if progress is not None:

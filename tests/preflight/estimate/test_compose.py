@@ -153,6 +153,28 @@ def test_a_stage_without_blocks_is_traced() -> None:
     assert (found.source, found.within) == ("traced", 0.0) and "a stage has no blocks" in str(found)
 
 
+AHEAD = mk.models.DeepseekV3Config(
+    **{name: getattr(SMALL, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+    moe_intermediate_size=96, num_hidden_layers=4, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
+    kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, num_nextn_predict_layers=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=4", "dp_shard=4 ep=2", "pp=2", "pp=2 dp_shard=2"])
+def test_a_block_that_the_loss_has_no_need_of_is_held_and_never_run(mesh: str) -> None:
+    with meta_parameters():
+        model = mk.models.DeepseekV3(AHEAD)
+    pipeline = mk.strategy.PipelinePolicy(stages=(2, 3) if "pp=2" in mesh else None)
+    memory = mk.MemoryPolicy(precision=BF16)
+    strategy = mk.Strategy(mesh=mesh, plan=mk.models.model_plan(AHEAD), memory=memory, pipeline=pipeline)
+    step: dict[str, Any] = {"rows": 8, "seq_len": 128, "microbatches": 4}
+    composed = compose(resolved(model, strategy), **step)
+    assert composed.source == "composed"
+    for rank in composed.ranks:
+        traced = estimate(model, strategy=strategy, coordinate={"pp": rank.pp_rank}, **step)
+        assert rank.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within)
+
+
 def test_what_is_not_composed_is_traced_and_says_so() -> None:
     memory = mk.MemoryPolicy(optimizer=mk.strategy.OptimizerPolicy(states="8bit"))
     strategy = mk.Strategy(mesh="dp_shard=2", plan=LLAMA_PLAN, memory=memory)
