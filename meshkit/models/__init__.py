@@ -7,6 +7,7 @@ from meshkit.models.deepseek import mtp_loss as mtp_loss
 from meshkit.models.experts import Experts as Experts
 from meshkit.models.experts import MoE as MoE
 from meshkit.models.huggingface.folder import build_model as build_model
+from meshkit.models.huggingface.folder import check_pretrained as check_pretrained
 from meshkit.models.huggingface.folder import load_pretrained as load_pretrained
 from meshkit.models.huggingface.folder import save_pretrained as save_pretrained
 from meshkit.models.huggingface.folder import stream_pretrained as stream_pretrained

@@ -30,7 +30,7 @@ from meshkit.data import (
     standard_library,
 )
 from meshkit.mesh.world import main_rank_first
-from meshkit.models import LlamaConfig
+from meshkit.models import LlamaConfig, check_pretrained
 
 from .flags import InstructionFlags, PairFlags, TextFlags
 from .folders import make_folder
@@ -55,6 +55,8 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
     """
     is_main, cache = dist.get_rank() == 0, make_folder("cache", config.cache)
     corpus = find_corpus(config.data) if config.data else standard_library()
+    if config.pretrained is not None:
+        check_pretrained(config.pretrained)  # before the corpus is read
     # A pretrained model knows only its own tokens, so its tokenizer comes before any that is trained here.
     folder = config.tokenizer or config.pretrained
     # The others find the files of rank 0 in the cache, and read them.

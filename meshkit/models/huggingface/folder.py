@@ -75,10 +75,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
     Raises: CheckpointError for missing, unexpected, misshapen or damaged tensors, naming the first and its file.
     """
     pieces = named_pieces(model, "load_pretrained")
-    check_digests(
-        Path(folder), [name for name in listed(Path(folder), CheckpointError) if _is_read(name)], CheckpointError
-    )
-    files = _weight_files(Path(folder))
+    files = _checked_files(Path(folder))
     scales = BlockScales(Path(folder), files, pieces, open_safetensors)
     # What is skipped is left out before names are compared, or it would be refused as unexpected.
     files = {key: file for key, file in files.items() if not is_ignored(model, key) and not scales.is_scale(key)}
@@ -114,6 +111,21 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, fresh: 
 
 def _is_read(name: str) -> bool:
     return name.endswith(".safetensors") or name in (INDEX_FILE, CONFIG_FILE)
+
+
+def check_pretrained(folder: str | os.PathLike[str]) -> None:
+    """Read the digests and headers of a folder's weights, before anything that takes long; `load_pretrained` does so itself.
+
+    Raises: CheckpointError for files that are missing or damaged.
+    """
+    for file in _by_file(_checked_files(Path(folder))):
+        with open_safetensors(file):
+            pass
+
+
+def _checked_files(folder: Path) -> dict[str, Path]:
+    check_digests(folder, [name for name in listed(folder, CheckpointError) if _is_read(name)], CheckpointError)
+    return _weight_files(folder)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
