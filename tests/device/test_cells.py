@@ -26,8 +26,9 @@ def test_every_law_holds_and_streams_wait_for_each_other(cell: Cell, tmp_path: P
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_planted_mistake_is_found(mistake: Mistake, tmp_path: Path) -> None:
-    told = run(mistake.cell.spec.world_size, mistaken, mistake, str(tmp_path / "c"))
-    assert any(broken or races for broken, races in told)
+    # Work is delayed at random: what a mistake breaks need not show in the first run.
+    runs = (run(mistake.cell.spec.world_size, mistaken, mistake, str(tmp_path / str(number))) for number in range(3))
+    assert any(broken or races for told in runs for broken, races in told)
 
 
 def test_there_are_at_least_twenty_mistakes() -> None:

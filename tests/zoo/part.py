@@ -8,6 +8,9 @@ EQUAL = [
     ("qwen3", "pp=2 tp=2"),
     ("mixtral", "tp=2"),
     ("gpt2", "cp=2"),
+    ("roberta", "cp=2"),
+    ("deepseek_v32", "cp=2"),
+    ("odd.ByProducts", "cp=2"),
     ("gpt2", "tp=2"),
     ("falcon", "dp_shard=2 tp=2"),
     ("gemma", "tp=2"),
@@ -62,7 +65,8 @@ EQUAL = [
 ]
 REFUSED = {
     ("lfm2", "cp=2"): "convolution",
-    ("roberta", "cp=2"): "embedding",
+    ("minimax", "cp=2"): "bmm",
+    ("odd.ByProductsOfColumns", "cp=2"): "bmm",
     ("opt", "cp=2, padded"): "embedding",
     ("odd.MaskedSum", "cp=2"): "cumsum",
     ("odd.BatchNorm", "dp_shard=2"): "BatchNorm1d",
