@@ -1,5 +1,7 @@
 """Search: bounds cut nothing that exhaustive forecasting would choose; what is proposed is legal and fits."""
 
+import itertools
+import time
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
@@ -163,14 +165,28 @@ def test_the_winner_of_each_goal_is_the_exhaustive_one(goal):
     assert not any(all(a <= b for a, b in zip(one, other, strict=True)) for one, other in permutations(front, 2))
 
 
-def test_an_ended_search_says_by_how_much_another_may_be_better():
+def test_an_ended_search_says_by_how_much_another_may_be_better(monkeypatch):
     model, space = dense(**SMALL), replace(SPACE, dp_replicate=(1, 2))
-    every = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False)
-    ended = mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False, limit_s=0.0)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "process_time", lambda: next(clock))
+
+    def found(limit_s):
+        return mk.search(model, CLUSTER, BATCH, world=4, space=space, recheck=False, limit_s=limit_s)
+
+    every = found(1e9)
+    looked = next(clock) - 1
     assert every.gap == 0
-    assert len(ended.tried) <= len(every.tried)
-    assert ended.winner.seconds * (1 - ended.gap) <= every.winner.seconds <= ended.winner.seconds
-    assert (f"nothing is better by more than {ended.gap:.1%}" in str(ended)) == (ended.gap > 0)
+    winners = []
+    for limit in (0, looked // 2, looked - 2):
+        ended = found(limit)
+        assert len(ended.tried) <= len(every.tried)
+        winners.append(ended.winner)
+        if ended.winner is None:
+            assert "nothing fits in" not in str(ended) and "of what was looked at before the limit" in str(ended)
+        else:
+            assert ended.winner.seconds * (1 - ended.gap) <= every.winner.seconds <= ended.winner.seconds
+            assert (f"nothing is better by more than {ended.gap:.1%}" in str(ended)) == (ended.gap > 0)
+    assert winners[0] is None and winners[-1] is not None
 
 
 def test_joules_are_those_of_computing_and_of_waiting():
