@@ -102,12 +102,16 @@ def cut(func: Callable[..., Any], mask: Any, x: Tensor, index: Any) -> Any:
     """tensor[..., :tokens, :tokens] of a mask that the model keeps."""
     sizes = (mask.tokens, mask.row_tokens)
     each = list(index) if isinstance(index, tuple) else [index]
-    places = [place for place, part in enumerate(each) if isinstance(part, slice) and part.stop in sizes]
+    places = [place for place, part in enumerate(each) if _is_from_the_first(part) and part.stop in sizes]
     if len(places) != 2:
         return func(x, index)
     for place in places:
         each[place] = slice(None, mask.row_tokens)
     return own_rows(func(x, tuple(each)), mask)
+
+
+def _is_from_the_first(part: Any) -> bool:
+    return isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, tuple[str, ...]]) -> tuple[Tensor, Tensor]:

@@ -334,7 +334,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
         own, experts, buffer_bytes = by_kind[kind]
         buffers += buffer_bytes
         if name in idle:
-            own, experts = _held(own), {key: _held(each) for key, each in experts.items()}
+            own, experts = replace(own, moments=0), {key: replace(each, moments=0) for key, each in experts.items()}
         if own.sharded:
             units[name] = own
         elif sharded:
@@ -396,11 +396,6 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             idle=not idle.isdisjoint(units),
         ),
     )
-
-
-def _held(unit: UnitBytes) -> UnitBytes:
-    """A unit that never runs: it has no moments."""
-    return replace(unit, moments=0)
 
 
 def _split(resolved: Resolved, parts: Parts) -> frozenset[str]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.core.sharding import full_tensor
 from meshkit.mesh import replica_mesh
 from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.optim.outer import DiLoCo, LocalSGD, OuterOptimizer, Policy, QuadraticRule
@@ -16,6 +18,9 @@ from tests.compare_shards import difference
 from tests.optim.outer.oracles import Batch, Replicas, diloco, local_sgd
 from tests.tiny import draw_parameters, tiny_config
 from tests.world import pool
+from tests.zoo import causal
+from tests.zoo.exact import exact
+from tests.zoo.shrink import DATA_IDS
 
 TOL_FP64_SUM = 1e-10  # only summation order differs
 CONFIG = tiny_config(vocab_size=31, intermediate_size=20, num_hidden_layers=3)
@@ -186,3 +191,40 @@ def meetings_under_a_rule() -> list[int]:
 def test_under_the_quadratic_rule_periods_grow_as_the_learning_rate_falls() -> None:
     # lr 0.1 at first: a period of 1; 0.01: 4; 0.005 from step 6 on: 16, asked at the meeting after step 9, or before 5 + 4
     assert pool(2).run(meetings_under_a_rule) == [[1, 5, 9]] * 2
+
+
+def error_of_a_foreign_model(kind: str, spec: str) -> float:
+    """The largest difference of a parameter after four steps of local SGD with a period of 1, which is synchronous SGD."""
+    mesh = mk.init_mesh(spec)
+
+    def batch(step: int, rank: int) -> Batch:
+        ids = torch.randint(*DATA_IDS, (2, 13), generator=torch.Generator().manual_seed(10 * step + rank))
+        return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+    with exact():
+        run = mk.parallelize(causal.build(kind), replica_mesh(mesh))
+        optimizer = torch.optim.SGD(run.parameters(), lr=1e-1)
+        outer = OuterOptimizer(run, optimizer, mesh, LocalSGD(every=1))
+        one = causal.build(kind)
+        alone = sgd(one)
+        for step in range(4):
+            run.forward_backward(batch(step, mesh.data_rank))
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+            everyone = [batch(step, rank) for rank in range(mesh.data_ranks)]
+            ids, labels = (torch.cat([each[name] for each in everyone]) for name in ("input_ids", "labels"))
+            F.cross_entropy(one(ids).logits.flatten(0, 1), labels.flatten()).backward()
+            alone.step()
+            alone.zero_grad()
+    expected = dict(one.named_parameters())
+    with torch.no_grad():
+        return max(float((full_tensor(param) - expected[name]).abs().max()) for name, param in run.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("gpt2", "dp_replicate=2 tp=2"), ("gemma3_text", "dp_replicate=2 dp_shard=2"), ("llama", "dp_replicate=4")],
+)
+def test_replicas_of_a_model_of_transformers_equal_one_device(kind: str, spec: str) -> None:
+    assert max(pool(4).run(error_of_a_foreign_model, kind, spec)) < TOL_FP64_SUM

@@ -71,6 +71,10 @@ class ByHand(nn.Module):
         """Rows and columns change places."""
         return torch.where(self.seen[:, :, :tokens, :tokens].mT, scores, -1e9)
 
+    def later_rows(self, scores: Tensor, tokens: int) -> Tensor:
+        """A cut that begins at another row."""
+        return torch.where(self.seen[:, :, 1 : tokens + 1, :tokens], scores, -1e9)
+
     def of_rank(self, scores: Tensor, tokens: int) -> Tensor:
         """A mask that is of a rank's own tokens however it is made."""
         return scores + torch.arange(tokens)[None, :] / 7
@@ -137,7 +141,7 @@ def test_attention_by_hand_equals_one_device(kind: str, mesh: str, recompute: st
     assert max(pool(ranks).run(error_of_a_run, kind, mesh, recompute, microbatches)) < TOL
 
 
-@pytest.mark.parametrize("kind", ["columns", "of_rank"])
+@pytest.mark.parametrize("kind", ["columns", "later_rows", "of_rank"])
 def test_masks_that_are_no_rows_of_all_tokens_are_refused(kind: str) -> None:
     with pytest.raises(PlanError, match="cannot be split by its tokens"):
         resolve(read_program(Model(kind)), Strategy(plan=PLAN), MeshSpec(cp=2))

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshkit as mk
+from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError, StepError
 from meshkit.moe.routing import Routing
 from meshkit.parallel.expert import Compute, Dispatcher, OneRank, PaddedAllToAll
@@ -27,6 +29,9 @@ from tests.laws.parity.test_parity import check
 from tests.parallel.expert.test_conformance import CPU, held_on
 from tests.parallel.expert.test_experts import norms_with
 from tests.world import RankError, pool, run_ranks
+from tests.zoo import causal
+from tests.zoo.exact import exact
+from tests.zoo.shrink import DATA_IDS
 
 pytestmark = pytest.mark.turns(4)
 
@@ -54,6 +59,33 @@ def test_what_padded_rows_send_is_explained_whatever_tokens_choose(ranks: int, c
     for rank, (seen, said) in enumerate(pool(ranks).run(observe_step, cell)):
         assert any(message.op == "all_to_all" for message in seen)
         assert by_ranks(seen, spec, rank) == by_ranks(said, spec, rank)
+
+
+def error_of_foreign_experts(kind: str, mesh: str, max_rows: int) -> float:
+    """The largest difference of a gradient of a model of transformers, whose experts take counts as a tensor."""
+    ids = torch.randint(*DATA_IDS, (4, 13), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    with exact():
+        one = causal.build(kind)
+        F.cross_entropy(one(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        run = mk.parallelize(causal.build(kind), mesh_for(mesh), experts=ExpertPolicy(max_rows=max_rows))
+        run.forward_backward(own_rows(batch, run.mesh))
+        expected = {name: param.grad for name, param in one.named_parameters()}
+        return max(
+            float((full_tensor(param.grad) - expected[name]).abs().max())
+            for name, param in run.named_parameters()
+            if expected[name] is not None
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("mixtral", "dp_shard=2 ep=2"), ("gpt_oss", "dp_shard=2 etp=2"), ("deepseek_v3", "dp_shard=2 ep=2")],
+)
+def test_padded_rows_of_transformers_experts_equal_one_device(kind: str, mesh: str) -> None:
+    assert max(pool(2).run(error_of_foreign_experts, kind, mesh, 96)) < 1e-10
+    with pytest.raises(RankError, match="StepError: ExpertPolicy: max_rows=3"):
+        pool(2).run(error_of_foreign_experts, kind, mesh, 3)
 
 
 class FillsTheRest:
