@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshkit.models import LlamaConfig, save_config
@@ -110,6 +112,7 @@ def test_a_mistake_ends_every_rank_with_its_text(corpus: Path, tmp_path: Path, c
 def test_a_folder_without_experts_is_refused(corpus: Path, tmp_path: Path) -> None:
     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
     save_config(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2), tmp_path)
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     tokenizer = next((corpus.parent / "cache").glob("tokenizer-*"))
     status, output = run(1, RECIPE, *flags(corpus, tmp_path / "out", pretrained=tmp_path, tokenizer=tokenizer))
     assert status != 0
