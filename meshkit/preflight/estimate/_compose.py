@@ -200,10 +200,11 @@ def kept_of_blocks(
     profiles: MemoryProfiles,
     loss: Loss = next_token_loss,
     kernels: Kernels = "cuda",
-) -> dict[str, tuple[int, int]] | None:
+) -> dict[str, tuple[int, int, int]] | None:
     """For each block (bytes that a microbatch of [rows, seq_len] keeps from its forward to its backward, those that a split
-    backward leaves until W), without gradients; for "" the most that the head and the loss hold at a time. None for what is
-    not composed. Raises: as `compose`.
+    backward leaves until W, the most that backward, or I, holds at a time beside them), without gradients that were there
+    before; for "" the most that the head and the loss hold at a time, and nothing. None for what is not composed.
+    Raises: as `compose`.
     """
     resolved.refuse_tokens(seq_len)
     if _not_composed(resolved):
@@ -213,19 +214,27 @@ def kept_of_blocks(
     whole = Treated(kept="reduced", experts_kept="reduced", experts=(), widened=1)
     split = replace(whole, split=_splittable(resolved, traced.parts))
 
-    def net(items: Sequence[Item], treated: Treated) -> int:
-        return sum(traced.replayed(item, treated)[0].net for item in items)
+    def net_and_top(items: Sequence[Item], treated: Treated) -> tuple[int, int]:
+        """Bytes that are left after the items, and the most that there were meanwhile."""
+        now = top = 0
+        for item in items:
+            swing, _ = traced.replayed(item, treated)
+            now, top = now + swing.net, max(top, now + swing.rise)
+        return now, top
 
     sizes = {}
     for kind in template.blocks:
-        kept = net(template.blocks[kind], whole)
-        waits = kept + net(template.blocks_backward.get(kind, ()), split) if split.split else 0
-        sizes[kind] = kept, min(max(waits, 0), kept)
-    now = top = 0
-    for item in (*template.after, *template.after_backward):
-        swing, _ = traced.replayed(item, replace(whole, kept="added", experts_kept="added"))
-        now, top = now + swing.net, max(top, now + swing.rise)
-    return {name: sizes[kind] for name, kind in traced.kinds.items()} | {"": (top, 0)}
+        kept, _ = net_and_top(template.blocks[kind], whole)
+        backward = template.blocks_backward.get(kind, ())
+        left, _ = net_and_top(backward, split)
+        added = (replace(each, kept="added", experts_kept="added") for each in (whole, split))
+        rise = min(net_and_top(backward, each)[1] for each in added)
+        waits = kept + left if split.split else 0
+        sizes[kind] = kept, min(max(waits, 0), kept), rise
+    _, top = net_and_top(
+        (*template.after, *template.after_backward), replace(whole, kept="added", experts_kept="added")
+    )
+    return {name: sizes[kind] for name, kind in traced.kinds.items()} | {"": (top, 0, 0)}
 
 
 def _not_composed(resolved: Resolved) -> str:
@@ -304,8 +313,9 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     # Those that do not run are held, and get neither gradients nor moments.
     idle = {name for name, kind in kinds.items() if not traced.template.blocks[kind]}
     blocks = [name for stage in of_stages.values() for name in stage]
-    if any(idle.issuperset(stage) for stage in of_stages.values()):
-        raise Unlike("compose: no block of a stage runs.")
+    last = None if cut is None else cut.stages.count - 1
+    if any(idle.issuperset(names) for stage, names in of_stages.items() if stage != last or not stage):
+        raise Unlike("compose: no block of a stage before the last runs.")
 
     def bytes_of(params: Sequence[LocalParam], shards: int, is_sharded: bool) -> UnitBytes:
         return unit_bytes(params, shards=shards, sharded=is_sharded, precision=precision, granule=granule)

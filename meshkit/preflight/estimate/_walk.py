@@ -269,6 +269,8 @@ class Walk:
             send(placement[task.stage - 1], inputs[task.stage].backward, key if task.op == "I" else None)
         if task.op == "I":
             self._waiting[key] = later
+            if not self.rank.stages[task.stage]:  # no block held the leaf: what follows the blocks has let go of it
+                self.timeline.change(PASSING, inputs[task.stage].forward, "the loss", "")
         elif task.op == "W":
             self._waiting.pop(key)
             self.timeline.change(PASSING, -self._sent.pop(key, 0), "the loss", "")

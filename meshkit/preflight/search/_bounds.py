@@ -165,29 +165,38 @@ class Stages:
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of parameters that train, by block, and outside of blocks by module; of a rank that splits all it can."""
+    """Elements of parameters that train: of blocks without experts, and outside of blocks by module, as tp splits them; of
+    experts by block, as ep and etp do.
+    """
 
     blocks: Mapping[str, float]
+    experts: Mapping[str, float]
     around: Mapping[str, float]
 
     @staticmethod
     def of(resolved: Resolved, spec: MeshSpec) -> Elements:
         """spec: of any strategy with the blocks and experts of `resolved`."""
         program = resolved.program
-        experts = tuple(f"{name}." for name in resolved.experts)
+        routed = tuple(f"{name}." for name in resolved.experts)
         blocks = dict.fromkeys(resolved.blocks, 0.0)
+        experts = dict.fromkeys(resolved.blocks, 0.0)
         around: dict[str, float] = {}
         for name, param in program.parameters.items():
             if name not in program.trained:
                 continue
-            ranks = spec.ep * spec.etp if name.startswith(experts) and spec.tp * spec.ep * spec.etp > 1 else spec.tp
             owner = next((each for each in _holders(name) if each in blocks), None)
-            if owner is not None:
-                blocks[owner] += param.numel() / ranks
-            else:
+            if owner is None:
                 key = name.rpartition(".")[0]
-                around[key] = around.get(key, 0.0) + param.numel() / ranks
-        return Elements(blocks, around)
+                around[key] = around.get(key, 0.0) + param.numel() / spec.tp
+            elif name.startswith(routed):
+                experts[owner] += param.numel() / (spec.ep * spec.etp)
+            else:
+                blocks[owner] += param.numel() / spec.tp
+        return Elements(blocks, experts, around)
+
+    def held(self, block: str, spec: MeshSpec) -> float:
+        """Of which dp_shard and cp share what is held: edp, which shares experts, has the ranks of tp beside them."""
+        return self.blocks[block] + self.experts[block] * spec.ep * spec.etp / spec.tp
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ class Alive:
 
     ranks: of each instant. stages: [instants, stages of a rank]. Of each such stage then: kept, microbatches whose forward is
     kept for backward; waits, those that only W is left of; gathered, summed: whether its first forward, and its first
-    gradient of weights, was.
+    gradient of weights, was; running: whether its backward begins.
     """
 
     world: int
@@ -221,6 +230,7 @@ class Alive:
     waits: Array
     gathered: Array
     summed: Array
+    running: Array
 
     @staticmethod
     def of(table: Schedule) -> Alive:
@@ -233,29 +243,43 @@ class Alive:
         for rank, rows in enumerate(table.ranks):
             place = {stage: at for at, stage in enumerate(of_rank[rank])}
             found = _greatest(_instants(rows, place))
-            held.append(found.reshape(len(found), len(place), 4))
+            held.append(found.reshape(len(found), len(place), 5))
             ranks += [rank] * len(found)
             stages += [of_rank[rank]] * len(found)
-        kept, waits, gathered, summed = np.moveaxis(np.concatenate(held), 2, 0)
-        return Alive(table.world, np.array(ranks), np.array(stages), kept, waits, gathered, summed)
+        return Alive(table.world, np.array(ranks), np.array(stages), *np.moveaxis(np.concatenate(held), 2, 0))
 
-    def most(self, kept: Array, waits: Array, gathered: Array, summed: Array) -> Array:
+    def most(self, kept: Array, waits: Array, gathered: Array, summed: Array, running: Array) -> Array:
         """Bytes of each rank, of those of each stage."""
         at = self.stages
         held = self.kept * kept[at] + self.waits * waits[at] + self.gathered * gathered[at] + self.summed * summed[at]
+        held += self.running * running[at]
         most = np.zeros(self.world)
         np.maximum.at(most, self.ranks, held.sum(1))
         return most
 
 
+    @cached_property
+    def shares(self) -> Array:
+        """For each rank how many microbatches of all of its stages it keeps, at least, whichever blocks these have."""
+        least = np.zeros(self.world)
+        for rank in range(self.world):
+            kept = self.kept[self.ranks == rank]
+            least[rank] = max(kept.min(1).max(), kept.mean(0).min())
+        return least
+
+
 def _instants(rows: Sequence[Row], place: Mapping[int, int]) -> Array:
-    """[instants, stages x (kept, waits, gathered, summed)] of a rank, after each row that adds something."""
-    now = [0] * (4 * len(place))
+    """[instants, stages x (kept, waits, gathered, summed, running)] of a rank: after each row that adds something, and where a
+    backward begins.
+    """
+    now = [0] * (5 * len(place))
     seen: dict[tuple[int, ...], None] = {}
     for row in rows:
         grows = False
         for op, stage, _ in row.tasks:
-            at = 4 * place[stage]
+            at = 5 * place[stage]
+            if op in ("B", "I"):
+                seen[(*now[: at + 4], 1, *now[at + 5 :])] = None
             if op == "F":
                 now[at] += 1
                 grows, now[at + 2] = True, 1
@@ -285,33 +309,61 @@ def ranks_of(
     strategy: Strategy,
     elements: Elements,
     itemsize: int,
-    kept: Mapping[str, tuple[float, float]] | None,
+    kept: Mapping[str, tuple[float, float, float]] | None,
     stages: Stages | None,
     alive: Alive | None,
 ) -> Ranks:
-    """kept: as `kept_of_blocks`. Of data axes it asks whether dp_shard and cp are one rank."""
+    """kept: as `kept_of_blocks`. stages: None where they are not known. Of data axes it asks whether dp_shard and cp, and edp,
+    are one rank.
+    """
     spec, precision = strategy.mesh_for(), strategy.memory.precision
-    if stages is None or alive is None:
-        total = sum((*elements.blocks.values(), *elements.around.values())) / spec.pp
-        inside = 0.0 if kept is None or spec.pp > 1 else sum(size for size, _ in kept.values())
-        return Ranks(np.array([total]), np.array([inside]))
-    # With pp a stage is gathered once a step, and its gradients are reduced once.
-    gathered = 0 if spec.dp_shard * spec.cp == 1 else itemsize if precision is None else precision.compute.itemsize
+    computed = itemsize if precision is None else precision.compute.itemsize
     summed = itemsize if precision is None else precision.reduce.itemsize
-    weights = np.array([sum(elements.blocks[name] for name in stage) for stage in stages.blocks])
-    sizes = np.zeros((2, len(weights)))
+    whole = 0 if spec.dp_shard * spec.cp == 1 else computed  # one shard is not gathered
+    whole_experts = 0 if spec.edp == 1 else computed
+    held = {name: elements.held(name, spec) for name in elements.blocks}
+    if stages is None or alive is None:
+        total = sum((*held.values(), *elements.around.values()))
+        inside = 0.0 if kept is None else sum(size for size, _, _ in kept.values())
+        if spec.pp == 1:
+            if kept is not None:  # in its backward a block is gathered
+                backward = [
+                    kept[name][2] + elements.blocks[name] * whole + elements.experts[name] * whole_experts
+                    for name in elements.blocks
+                    if kept[name][2]
+                ]
+                inside = max(inside, sum(kept[name][0] for name in held) + min(backward, default=0.0))
+            return Ranks(np.array([total]), np.array([inside]))
+        if kept is None or alive is None or not alive.shares.all():
+            return Ranks(np.array([total / spec.pp]), np.zeros(1))
+        # Ranks that keep a_r of their share of all bytes: the most of a_r x share_r is 1 / sum(1 / a_r) at least, and of what
+        # they hold as well each has a part of that kind.
+        part = 1 / (1 / alive.shares).sum()
+        blocks, most = sum(kept[name][0] for name in held), float(alive.shares.max())
+        return Ranks(np.array([total / spec.pp, total * part / most]), np.array([0.0, part * blocks]))
+    # With pp a stage is gathered once a step, and its gradients are reduced once.
+    sums = np.array(
+        [
+            [sum(of[name] for name in stage) for stage in stages.blocks]
+            for of in (elements.blocks, elements.experts, held)
+        ]
+    )
+    gathered = sums[0] * whole + sums[1] * whole_experts
+    sizes = np.zeros((3, len(gathered)))
     if kept is not None:
-        sizes = np.array([[sum(kept[name][at] for name in stage) for stage in stages.blocks] for at in (0, 1)])
-    most = alive.most(sizes[0], sizes[1], weights * gathered, weights * summed)
+        of_stages = [[kept[name] for name in stage] for stage in stages.blocks]
+        sizes[0], sizes[1] = ([sum(each[at] for each in stage) for stage in of_stages] for at in (0, 1))
+        sizes[2] = [min((each[2] for each in stage if each[2]), default=0.0) for stage in of_stages]
+    most_bytes = alive.most(sizes[0], sizes[1], gathered, (sums[0] + sums[1]) * summed, sizes[2])
     if kept is not None:  # in the loss the last stage is gathered, and holds a microbatch
         last = stages.placement[-1]
-        most[last] = max(most[last], sizes[0, -1] + weights[-1] * gathered + kept[""][0])
-    own = weights.copy()
+        most_bytes[last] = max(most_bytes[last], sizes[0, -1] + gathered[-1] + kept[""][0])
+    own = sums[2].copy()
     for stage, names in zip((0, -1), stages.ends, strict=True):
         own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
     elements_of = np.zeros(alive.world)
     np.add.at(elements_of, np.array(stages.placement), own)
-    return Ranks(elements_of, most)
+    return Ranks(elements_of, most_bytes)
 
 
 def _holders(name: str) -> Iterator[str]:

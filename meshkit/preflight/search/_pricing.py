@@ -40,7 +40,7 @@ from meshkit.resolve import Resolved, resolve_alike
 from meshkit.step import Loss
 from meshkit.strategy import BlockOverride, PipelinePolicy, Strategy
 
-Kept = dict[str, tuple[int, int]]
+Kept = dict[str, tuple[int, int, int]]
 Made = TypeVar("Made")
 NOTHING = Profile(ops=(), launches={})
 KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
@@ -57,7 +57,7 @@ class Pricing:
         self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
         self._microbatches: dict[Hashable, Microbatch | None] = {}
-        self._cuts: dict[Hashable, Cut | None] = {}
+        self._cuts: dict[Hashable, Cut | MeshkitError | None] = {}
         self._elements: dict[Hashable, Elements | None] = {}
         self._kept: dict[Hashable, Kept | None] = {}
         self._gathers: dict[Hashable, Gathers] = {}
@@ -141,7 +141,7 @@ class Pricing:
         """What an operator of one microbatch depends on beside its rows."""
         spec = strategy.mesh_for()
         inner = spec.cp, spec.tp, spec.ep, spec.etp
-        return inner, strategy.sequence, repr(strategy.memory.recompute), strategy.context.scheme
+        return inner, strategy.sequence, _recompute(strategy), strategy.context.scheme
 
     def _alone(self, strategy: Strategy) -> Strategy:
         """One stage and one replica of it, without the rest of the mesh."""
@@ -162,7 +162,7 @@ class Pricing:
 
         ep: the largest of the space. None where that is refused.
         """
-        key = "whole", repr(strategy.memory.recompute), rows, ep
+        key = "whole", _recompute(strategy), rows, ep
         if key not in self._microbatches:
             self._microbatches[key] = None
             try:
@@ -291,6 +291,15 @@ class Pricing:
 
     def cut(self, strategy: Strategy) -> Cut | None:
         """The stages of any strategy with that many ranks of pp and that schedule; None without pp, and where refused."""
+        cut = self._cut_or_refusal(strategy)
+        return None if isinstance(cut, MeshkitError) else cut
+
+    def refusal(self, strategy: Strategy) -> MeshkitError | None:
+        """Of every strategy with that many ranks of pp and that schedule: one that has nothing else is refused."""
+        cut = self._cut_or_refusal(strategy)
+        return cut if isinstance(cut, MeshkitError) else None
+
+    def _cut_or_refusal(self, strategy: Strategy) -> Cut | MeshkitError | None:
         spec = strategy.mesh_for()
         key = spec.pp, strategy.pipeline.schedule
         if key not in self._cuts:
@@ -305,8 +314,8 @@ class Pricing:
             )
             try:
                 self._cuts[key] = None if spec.pp == 1 else self.resolved(plain).cut
-            except MeshkitError:
-                self._cuts[key] = None
+            except MeshkitError as error:
+                self._cuts[key] = error.with_traceback(None)
         return self._cuts[key]
 
     def alive(self, strategy: Strategy, microbatches: int) -> Alive | None:
@@ -351,11 +360,11 @@ class Pricing:
 
     def kept_whole(self, strategy: Strategy, rows: int, ep: int) -> Kept | None:
         """What `kept` returns, on a rank that splits nothing."""
-        return self._kept_of(("whole", repr(strategy.memory.recompute), rows, ep), self._whole(strategy, ep), rows)
+        return self._kept_of(("whole", _recompute(strategy), rows, ep), self._whole(strategy, ep), rows)
 
     def kept(self, strategy: Strategy, rows: int) -> Kept | None:
-        """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, and those of them
-        that wait on for W. None where they are not composed.
+        """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, those of them that
+        wait on for W, and what backward holds beside. None where they are not composed.
         """
         return self._kept_of((self.family(strategy), rows), self._alone(strategy), rows)
 
@@ -373,6 +382,11 @@ class Pricing:
             except MeshkitError:
                 self._kept[key] = None
         return self._kept[key]
+
+
+def _recompute(strategy: Strategy) -> str:
+    recompute = strategy.memory.recompute
+    return recompute if isinstance(recompute, str) else repr(recompute)
 
 
 def _kept(made: OrderedDict[str, Made], key: str, make: Callable[[], Made]) -> Made:

@@ -94,9 +94,11 @@ class Level(IntEnum):
     """kernels on a rank that splits none, of which tp and cp take their share"""
     SENT = 1
     """the same and the messages of its family, which are not traced"""
-    TRACED = 2
+    TABLED = 2
+    """the same by the pipeline's table"""
+    TRACED = 3
     """its family's largest"""
-    OWN = 3
+    OWN = 4
     """its own"""
 
 
@@ -133,13 +135,18 @@ class _World:
                 self._rows[each] = max(self._rows.get(each, 0), rows)
             self._most_ep = max(self._most_ep, group.meshes[0].ep)
         for group in groups:
+            if (refusal := self.pricing.refusal(group.first)) is not None:
+                self.refused[reason_of(refusal)] += len(group)
+                continue
             least_s = 0.0 if self.exhaustive else self.mean_s(group.first, Level.WHOLE)
             self.push(self.cost(group.first, least_s), group, Level.WHOLE)
-        self.left = sum(map(len, groups))
+            self.left += len(group)
 
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
         group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
+        if level is Level.TABLED and (self.best is None or group.meshes[0].pp == 1):
+            level = Level.TRACED
         if level is Level.TRACED and self.best is None:
             level = Level.OWN  # until something fits there is nothing that a bound could cut
         if self.exhaustive:
@@ -149,8 +156,6 @@ class _World:
                     self.price(strategy)
         elif level is None:
             self.price_all(group)
-        elif level is Level.SENT and group.meshes[0].pp > 1 and self.pricing.cut(group.first) is None:
-            self.price_all(group)  # it is refused, as likely as not, and nothing is known of its stages
         elif level is Level.SENT:
             small = self.small_enough(group, Level.WHOLE)  # wherever its stages are cut
             variants = [] if small is None else self.variants(small)
@@ -161,26 +166,33 @@ class _World:
             self.learn(group, level, node.bound)
 
     def learn(self, group: Group, level: Level, bound: float) -> None:
+        if level is Level.OWN and self.best is not None:
+            bound = max(bound, self.least_cost(group, level))
+            if bound >= self.best.cost:  # what it keeps need not be traced
+                self.push(bound, group, level)
+                return
         small = self.small_enough(group, level)
         if small is None:
             return
         if level is Level.OWN and self.best is None:
             self.price_all(small)
         else:
-            # Of a pipeline data axes change nothing.
-            every = small.strategies if small.meshes[0].pp == 1 else (small.first,)
-            least_s = min(self.least_s(strategy, level) for strategy in every)
-            self.push(max(bound, self.cost(small.first, least_s)), small, level)
+            self.push(max(bound, self.least_cost(small, level)), small, level)
+
+    def least_cost(self, group: Group, level: Level) -> float:
+        # Of a pipeline data axes change nothing.
+        every = group.strategies if group.meshes[0].pp == 1 else (group.first,)
+        return self.cost(group.first, min(self.least_s(strategy, level) for strategy in every))
 
     def small_enough(self, group: Group, level: Level) -> Group | None:
         """Those that may fit, by their least bytes; None where none may. Counts the others."""
-        if self.device_bytes is None or level is Level.TRACED:
+        if self.device_bytes is None or level in (Level.TABLED, Level.TRACED):
             return group  # what it keeps is traced with its own rows alone, for that is asked for again
-        ranks: dict[bool, Ranks | None] = {}
+        ranks: dict[tuple[bool, bool], Ranks | None] = {}
         small = []
         for strategy in group.strategies:
             spec = strategy.mesh_for()
-            alone = spec.dp_shard * spec.cp == 1
+            alone = spec.dp_shard * spec.cp == 1, spec.edp == 1
             if alone not in ranks:
                 ranks[alone] = self.ranks(strategy, level)
             of_ranks = ranks[alone]
@@ -196,7 +208,7 @@ class _World:
         for strategy in group.strategies:
             self.left -= 1
             spec = strategy.mesh_for()
-            if too_large and spec.dp_shard * spec.cp > 1:  # one shard is not gathered
+            if too_large and spec.dp_shard * spec.cp > 1 and spec.edp > 1:  # one shard is not gathered
                 self.unfit += 1
                 continue
             peak_bytes = self.price(strategy)
@@ -247,7 +259,7 @@ class _World:
             return None, 1.0
         if level is Level.TRACED:
             return pricing.microbatch(strategy, most), rows / most
-        if level is Level.SENT:
+        if level in (Level.SENT, Level.TABLED):
             return pricing.sent(strategy, most, self._most_ep), rows / most
         spec = strategy.mesh_for()
         return pricing.whole(strategy, most, self._most_ep), rows / most / (spec.cp * spec.tp)
@@ -279,7 +291,7 @@ class _World:
         stages = Stages.of(cut, strategy.pipeline.stages)
         least = max(least, stages.least_s(microbatch, count))
         cannot_be_best = self.best is not None and self.cost(strategy, least * share) >= self.best.cost
-        if level >= Level.TRACED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
+        if level >= Level.TABLED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
             table = table_of(cut, spec.pp, count)
             least = max(least, 0.0 if table is None else stages.simulated_s(microbatch, table))
         return least
@@ -294,7 +306,7 @@ class _World:
         elements, rows = pricing.elements(strategy), pricing.rows(strategy)
         if elements is None:
             return None
-        kept: Mapping[str, tuple[float, float]] | None
+        kept: Mapping[str, tuple[float, float, float]] | None
         if level is Level.OWN:
             most, parts = rows, 1
             kept = pricing.kept(strategy, rows)
@@ -302,15 +314,15 @@ class _World:
             most, parts = self._rows[None], spec.cp * spec.tp
             kept = pricing.kept_whole(strategy, most, self._most_ep)
             if kept is not None and parts > 1:
-                kept = kept | {"": (0, 0)}  # a loss over a split vocabulary is another, which may hold less
+                kept = kept | {"": (0, 0, 0)}  # a loss over a split vocabulary is another, which may hold less
         if kept is not None:
             share = rows / (most * parts)
-            kept = {name: (size * share, waits * share) for name, (size, waits) in kept.items()}
-        stages, alive = None, None
-        if level > Level.WHOLE and (cut := pricing.cut(strategy)) is not None:
+            kept = {name: (size * share, waits * share, rise * share) for name, (size, waits, rise) in kept.items()}
+        cut, stages = pricing.cut(strategy), None
+        if level > Level.WHOLE and cut is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
-            # What is alive at a time grows with the microbatches, until the pipeline is full.
-            alive = pricing.alive(strategy, min(count, 2 * spec.pp))
+        # What is alive at a time grows with the microbatches, until the pipeline is full.
+        alive = None if cut is None else pricing.alive(strategy, min(count, 2 * spec.pp))
         return ranks_of(strategy, elements, pricing.itemsize, kept, stages, alive)
 
     # ------------------------------------------------------------------------------------------------------- prices

@@ -69,7 +69,7 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
-        for level in (Level.SENT, Level.TRACED, Level.OWN):
+        for level in (Level.SENT, Level.TABLED, Level.TRACED, Level.OWN):
             assert 0 < world.least_s(each.strategy, level) <= each.seconds, level
         for level in (Level.WHOLE, Level.SENT, Level.OWN):
             assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
