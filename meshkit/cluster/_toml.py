@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -83,9 +84,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     wanted = {float: (int, float), int: (int,), str: (str,)}.get(hint)
     if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
         raise ClusterError(f"{where}={value!r}: give a {'text' if hint is str else 'number'}.")
+    if hint in (float, int):
+        _refuse_infinite(value, where)
     if origin is not None and issubclass(origin if isinstance(origin, type) else types.NoneType, Mapping):
         if not isinstance(value, Mapping) or not all(type(item) in (int, float) for item in value.values()):
             raise ClusterError(f"{where}={value!r}: give a table of numbers.")
+        for key, item in value.items():
+            _refuse_infinite(item, f"{where}.{key}")
         return {str(key): float(item) for key, item in value.items()}
     return float(value) if hint is float else value
 
@@ -95,4 +100,15 @@ def _tuples(value: Any, where: str) -> Any:
         return tuple(_tuples(item, where) for item in value)
     if type(value) not in (int, float):
         raise ClusterError(f"{where}: {value!r} is no number.")
+    _refuse_infinite(value, where)
     return value
+
+
+def _refuse_infinite(value: float, where: str) -> None:
+    """TOML writes inf and nan, and an integer of any length."""
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        is_finite = False
+    if not is_finite:
+        raise ClusterError(f"{where}={value!r:.20}: give a finite number.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,3 +102,22 @@ def test_a_file_that_cannot_be_read_and_memory_below_nothing_are_refused(tmp_pat
         for wrong in (-1.0, float("nan")):
             with pytest.raises(ClusterError, match=f"device.{name}={wrong}"):
                 Cluster.read("h100").changed(**{f"device.{name}": wrong})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("memory_bytes_per_s = .*", "memory_bytes_per_s = inf", "device: memory_bytes_per_s=inf: give a finite number"),
+        ("memory_bytes_per_s = .*", f"memory_bytes_per_s = {'9' * 400}", "memory_bytes_per_s=9+: give a finite number"),
+        ("bfloat16 = .*", "bfloat16 = nan", "flops_per_s.bfloat16=nan: give a finite number"),
+        ("launch_s = .*", "launch_s = 1e-6\nmemory_curve = [[1024, inf]]", "memory_curve=inf: give a finite number"),
+    ],
+)
+def test_a_number_of_a_file_is_finite(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "c.toml"
+    text, changed = re.subn(f"(?m)^{old}$", new, Cluster.read("h100").to_toml(), count=1)
+    assert changed
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=said) as error:
+        Cluster.read(path)
+    assert "\n" not in str(error.value)

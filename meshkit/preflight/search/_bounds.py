@@ -201,16 +201,17 @@ class Elements:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards."""
+    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards. sets: how
+    many of each are held, with the states of the optimizer.
+    """
 
+    sets: int
     elements: Array
     whole_bytes: Array
 
-    def least_bytes(self, strategy: Strategy, itemsize: int) -> float:
-        """With the states of the optimizer, shared evenly. itemsize: of a parameter."""
-        spec = strategy.mesh_for()
-        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
-        held = sets * itemsize / (spec.dp_shard * spec.cp)
+    def least_bytes(self, spec: MeshSpec, itemsize: int) -> float:
+        """On a mesh that shares them evenly. itemsize: of a parameter."""
+        held = self.sets * itemsize / (spec.dp_shard * spec.cp)
         return float((held * self.elements + self.whole_bytes).max())
 
 
@@ -321,26 +322,26 @@ def ranks_of(
     summed = itemsize if precision is None else precision.reduce.itemsize
     whole = 0 if spec.dp_shard * spec.cp == 1 else computed  # one shard is not gathered
     whole_experts = 0 if spec.edp == 1 else computed
+    sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
     held = {name: elements.held(name, spec) for name in elements.blocks}
     if stages is None or alive is None:
         total = sum((*held.values(), *elements.around.values()))
         inside = 0.0 if kept is None else sum(size for size, _, _ in kept.values())
         if spec.pp == 1:
-            if kept is not None:  # in its backward a block is gathered
-                backward = [
-                    kept[name][2] + elements.blocks[name] * whole + elements.experts[name] * whole_experts
-                    for name in elements.blocks
-                    if kept[name][2]
-                ]
-                inside = max(inside, sum(kept[name][0] for name in held) + min(backward, default=0.0))
-            return Ranks(np.array([total]), np.array([inside]))
+            if kept is not None:
+                gathers = {
+                    name: size * whole + elements.experts[name] * whole_experts
+                    for name, size in elements.blocks.items()
+                }
+                inside = max(inside, _in_backward(kept, gathers, frees=strategy.zero in (None, 3)))
+            return Ranks(sets, np.array([total]), np.array([inside]))
         if kept is None or alive is None or not alive.shares.all():
-            return Ranks(np.array([total / spec.pp]), np.zeros(1))
+            return Ranks(sets, np.array([total / spec.pp]), np.zeros(1))
         # Ranks that keep a_r of their share of all bytes: the most of a_r x share_r is 1 / sum(1 / a_r) at least, and of what
         # they hold as well each has a part of that kind.
         part = 1 / (1 / alive.shares).sum()
         blocks, most = sum(kept[name][0] for name in held), float(alive.shares.max())
-        return Ranks(np.array([total / spec.pp, total * part / most]), np.array([0.0, part * blocks]))
+        return Ranks(sets, np.array([total / spec.pp, total * part / most]), np.array([0.0, part * blocks]))
     # With pp a stage is gathered once a step, and its gradients are reduced once.
     sums = np.array(
         [
@@ -363,7 +364,21 @@ def ranks_of(
         own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
     elements_of = np.zeros(alive.world)
     np.add.at(elements_of, np.array(stages.placement), own)
-    return Ranks(elements_of, most_bytes)
+    return Ranks(sets, elements_of, most_bytes)
+
+
+def _in_backward(kept: Mapping[str, tuple[float, float, float]], gathers: Mapping[str, float], *, frees: bool) -> float:
+    """The most that is there when backward of a block begins: it and the one before are gathered, or all are."""
+    most = before = gathered = blocks = 0.0
+    for name, size in gathers.items():
+        inside, _, rise = kept[name]
+        if not rise:
+            continue  # the loss does not run it
+        blocks += inside
+        gathered = before + size if frees else gathered + size
+        before = size
+        most = max(most, blocks + rise + gathered)
+    return most
 
 
 def _holders(name: str) -> Iterator[str]:

@@ -111,12 +111,14 @@ class _World:
         self.pricing, self.device_bytes = pricing, device_bytes
         self.world = world
         self.exhaustive, self.balance = exhaustive, balance
+        self.room = 1.0
         self.refused: Counter[str] = Counter()
         self.unfit = self.left = 0
         self.tried: list[Tried] = []
         self.best: Tried | None = None
         self.least: tuple[int, Strategy] | None = None
         self.heap: list[_Node] = []
+        self.aside: list[_Node] = []
         self._rows: dict[Hashable, int] = {}
         self._most_ep = 1
         self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
@@ -142,6 +144,22 @@ class _World:
             self.push(self.cost(group.first, least_s), group, Level.WHOLE)
             self.left += len(group)
 
+    def next(self) -> _Node | None:
+        """The least of what waits that may be better than the best. What was put aside waits with the rest when something fits;
+        where nothing else is left, that of the fewest bytes comes.
+        """
+        if self.aside and self.best is not None:
+            for node in self.aside:
+                heapq.heappush(self.heap, node)
+            self.aside = []
+        if self.aside and not self.heap:
+            return self.aside.pop(min(range(len(self.aside)), key=lambda at: self.bytes_of(self.aside[at])))
+        if not self.heap:
+            return None
+        if self.best is not None and not self.exhaustive and self.heap[0].bound >= self.best.cost:
+            return None
+        return heapq.heappop(self.heap)
+
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
         group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
@@ -149,6 +167,9 @@ class _World:
             level = Level.TRACED
         if level is Level.TRACED and self.best is None:
             level = Level.OWN  # until something fits there is nothing that a bound could cut
+            if self.heap and self.device_bytes is not None and self.bytes_of(node) > self.room * self.device_bytes:
+                self.aside.append(node)  # it will not fit either, as likely as not
+                return
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
@@ -190,17 +211,22 @@ class _World:
             return group  # what it keeps is traced with its own rows alone, for that is asked for again
         ranks: dict[tuple[bool, bool], Ranks | None] = {}
         small = []
-        for strategy in group.strategies:
-            spec = strategy.mesh_for()
+        for spec in group.meshes:
             alone = spec.dp_shard * spec.cp == 1, spec.edp == 1
             if alone not in ranks:
-                ranks[alone] = self.ranks(strategy, level)
+                ranks[alone] = self.ranks(replace(group.first, mesh=spec), level)
             of_ranks = ranks[alone]
-            if of_ranks is None or of_ranks.least_bytes(strategy, self.pricing.itemsize) <= self.device_bytes:
-                small.append(strategy)
+            if of_ranks is None or of_ranks.least_bytes(spec, self.pricing.itemsize) <= self.device_bytes:
+                small.append(spec)
         self.unfit += len(group) - len(small)
         self.left -= len(group) - len(small)
-        return Group(small[0], tuple(each.mesh_for() for each in small)) if small else None
+        if len(small) == len(group):
+            return group
+        return Group(replace(group.first, mesh=small[0]), tuple(small)) if small else None
+
+    def bytes_of(self, node: _Node) -> float:
+        """The least bytes of what was learnt to fit by them."""
+        return self.least_bytes(node.group.first, Level.SENT)
 
     def price_all(self, group: Group) -> None:
         """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
@@ -214,6 +240,8 @@ class _World:
             peak_bytes = self.price(strategy)
             if self.device_bytes is not None and peak_bytes is not None:
                 too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
+                # Until something fits: what of a device the bound of the next may take, by how wrong it was.
+                self.room = min(self.room, self.least_bytes(strategy, Level.SENT) / peak_bytes)
 
     def variants(self, group: Group) -> list[Group]:
         """The strategies, and the same with stages that are as fast as can be."""
@@ -298,7 +326,7 @@ class _World:
 
     def least_bytes(self, strategy: Strategy, level: Level) -> float:
         ranks = self.ranks(strategy, level)
-        return 0.0 if ranks is None else ranks.least_bytes(strategy, self.pricing.itemsize)
+        return 0.0 if ranks is None else ranks.least_bytes(strategy.mesh_for(), self.pricing.itemsize)
 
     def ranks(self, strategy: Strategy, level: Level) -> Ranks | None:
         """Of a rank that splits nothing, of whose bytes each row keeps its share at least; or of its own microbatch."""
@@ -377,10 +405,11 @@ def _of_world(
     sizes = space.sizes(world, node=node_ranks, experts=experts)
     state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
     while True:
-        while state.heap and (exhaustive or state.best is None or state.heap[0].bound < state.best.cost):
+        while (node := state.next()) is not None:
             if until is not None and time.process_time() > until:
+                state.push(node.bound, node.group, node.level)
                 break
-            state.step(heapq.heappop(state.heap))
+            state.step(node)
             if progress is not None:
                 progress(len(state.tried), state.left, state.best)
         if state.best is None or not recheck or _is_right(pricing, state.best, device_bytes):
