@@ -118,6 +118,19 @@ class Stages:
             blocks = tuple(tuple(names[a:b]) for a, b in pairwise(ends))
         return Stages(blocks, (cut.stages.head, (*cut.stages.tail, "")), cut.placement, cut.splits_backward)
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [0, *accumulate(map(len, self.blocks))]
+
+    def sums(self, of_blocks: Array) -> Array:
+        """By stage."""
+        return np.diff(np.concatenate([[0.0], of_blocks.cumsum()])[self._ends])
+
+    def least(self, of_blocks: Array) -> Array:
+        """By stage, of those that are not 0."""
+        found = (of_blocks[a:b][of_blocks[a:b] > 0] for a, b in pairwise(self._ends))
+        return np.array([each.min(initial=np.inf) if len(each) else 0.0 for each in found])
+
     def seconds(self, microbatch: Microbatch) -> list[Seconds]:
         """By stage, of what is known to run there."""
         inside = [[microbatch.blocks[name] for name in stage] for stage in self.blocks]
@@ -163,14 +176,15 @@ class Stages:
         return simulate(table, times).makespan_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Elements:
-    """Elements of parameters that train: of blocks without experts, and outside of blocks by module, as tp splits them; of
-    experts by block, as ep and etp do.
+    """Elements of parameters that train. blocks: of each block without its experts, as tp splits them; experts: of those, as
+    ep and etp do; held: of both, of which dp_shard and cp share what is held. around: outside of blocks, by module.
     """
 
-    blocks: Mapping[str, float]
-    experts: Mapping[str, float]
+    blocks: Array
+    experts: Array
+    held: Array
     around: Mapping[str, float]
 
     @staticmethod
@@ -192,17 +206,38 @@ class Elements:
                 experts[owner] += param.numel() / (spec.ep * spec.etp)
             else:
                 blocks[owner] += param.numel() / spec.tp
-        return Elements(blocks, experts, around)
+        of_blocks, of_experts = (np.array([*each.values()]) for each in (blocks, experts))
+        # edp, which shares experts, has the ranks of tp beside those of dp_shard and cp.
+        return Elements(of_blocks, of_experts, of_blocks + of_experts * spec.ep * spec.etp / spec.tp, around)
 
-    def held(self, block: str, spec: MeshSpec) -> float:
-        """Of which dp_shard and cp share what is held: edp, which shares experts, has the ranks of tp beside them."""
-        return self.blocks[block] + self.experts[block] * spec.ep * spec.etp / spec.tp
+    @cached_property
+    def total(self) -> float:
+        return float(self.held.sum()) + sum(self.around.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Bytes of one microbatch by block, as `kept_of_blocks` says them. top: what the head and the loss hold at most."""
+
+    kept: Array
+    waits: Array
+    rise: Array
+    top: float
+
+    @staticmethod
+    def of(sizes: Mapping[str, tuple[int, int, int]]) -> Kept:
+        kept, waits, rise = np.array([size for name, size in sizes.items() if name], dtype=np.float64).reshape(-1, 3).T
+        return Kept(kept, waits, rise, float(sizes[""][0]))
+
+    def part(self, share: float, *, top: bool) -> Kept:
+        return Kept(self.kept * share, self.waits * share, self.rise * share, self.top * share if top else 0.0)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards. sets: how
-    many of each are held, with the states of the optimizer.
+    """Of each rank of pp: elements of its parameters that train, and the most bytes of all that no data axis shards.
+
+    sets: how many of each element are held, with the states of the optimizer.
     """
 
     sets: int
@@ -258,7 +293,6 @@ class Alive:
         np.maximum.at(most, self.ranks, held.sum(1))
         return most
 
-
     @cached_property
     def shares(self) -> Array:
         """For each rank how many microbatches of all of its stages it keeps, at least, whichever blocks these have."""
@@ -270,8 +304,8 @@ class Alive:
 
 
 def _instants(rows: Sequence[Row], place: Mapping[int, int]) -> Array:
-    """[instants, stages x (kept, waits, gathered, summed, running)] of a rank: after each row that adds something, and where a
-    backward begins.
+    """[instants, stages x (kept, waits, gathered, summed, running)] of a rank: after each row that adds something, and where
+    a backward begins.
     """
     now = [0] * (5 * len(place))
     seen: dict[tuple[int, ...], None] = {}
@@ -310,56 +344,37 @@ def ranks_of(
     strategy: Strategy,
     elements: Elements,
     itemsize: int,
-    kept: Mapping[str, tuple[float, float, float]] | None,
+    kept: Kept | None,
     stages: Stages | None,
     alive: Alive | None,
 ) -> Ranks:
-    """kept: as `kept_of_blocks`. stages: None where they are not known. Of data axes it asks whether dp_shard and cp, and edp,
-    are one rank.
-    """
+    """stages: None where they are not known. Of data axes it asks whether dp_shard and cp, and edp, are one rank."""
     spec, precision = strategy.mesh_for(), strategy.memory.precision
+    sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
+    if spec.pp > 1 and (stages is None or alive is None):
+        return _of_any_stages(sets, spec.pp, elements, kept, alive)
     computed = itemsize if precision is None else precision.compute.itemsize
     summed = itemsize if precision is None else precision.reduce.itemsize
-    whole = 0 if spec.dp_shard * spec.cp == 1 else computed  # one shard is not gathered
-    whole_experts = 0 if spec.edp == 1 else computed
-    sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
-    held = {name: elements.held(name, spec) for name in elements.blocks}
+    # One shard is not gathered.
+    gathers = elements.blocks * (0 if spec.dp_shard * spec.cp == 1 else computed)
+    gathers = gathers + elements.experts * (0 if spec.edp == 1 else computed)
     if stages is None or alive is None:
-        total = sum((*held.values(), *elements.around.values()))
-        inside = 0.0 if kept is None else sum(size for size, _, _ in kept.values())
-        if spec.pp == 1:
-            if kept is not None:
-                gathers = {
-                    name: size * whole + elements.experts[name] * whole_experts
-                    for name, size in elements.blocks.items()
-                }
-                inside = max(inside, _in_backward(kept, gathers, frees=strategy.zero in (None, 3)))
-            return Ranks(sets, np.array([total]), np.array([inside]))
-        if kept is None or alive is None or not alive.shares.all():
-            return Ranks(sets, np.array([total / spec.pp]), np.zeros(1))
-        # Ranks that keep a_r of their share of all bytes: the most of a_r x share_r is 1 / sum(1 / a_r) at least, and of what
-        # they hold as well each has a part of that kind.
-        part = 1 / (1 / alive.shares).sum()
-        blocks, most = sum(kept[name][0] for name in held), float(alive.shares.max())
-        return Ranks(sets, np.array([total / spec.pp, total * part / most]), np.array([0.0, part * blocks]))
+        most = 0.0
+        if kept is not None:
+            inside = kept.kept.sum() + kept.top
+            most = max(inside, _in_backward(kept, gathers, frees=strategy.zero in (None, 3)))
+        return Ranks(sets, np.array([elements.total]), np.array([most]))
     # With pp a stage is gathered once a step, and its gradients are reduced once.
-    sums = np.array(
-        [
-            [sum(of[name] for name in stage) for stage in stages.blocks]
-            for of in (elements.blocks, elements.experts, held)
-        ]
+    gathered, weights, own = (
+        stages.sums(each) for each in (gathers, elements.blocks + elements.experts, elements.held)
     )
-    gathered = sums[0] * whole + sums[1] * whole_experts
-    sizes = np.zeros((3, len(gathered)))
-    if kept is not None:
-        of_stages = [[kept[name] for name in stage] for stage in stages.blocks]
-        sizes[0], sizes[1] = ([sum(each[at] for each in stage) for stage in of_stages] for at in (0, 1))
-        sizes[2] = [min((each[2] for each in stage if each[2]), default=0.0) for stage in of_stages]
-    most_bytes = alive.most(sizes[0], sizes[1], gathered, (sums[0] + sums[1]) * summed, sizes[2])
+    none = np.zeros(len(own))
+    sizes = (none, none) if kept is None else (stages.sums(kept.kept), stages.sums(kept.waits))
+    rise = none if kept is None else stages.least(kept.rise)
+    most_bytes = alive.most(*sizes, gathered, weights * summed, rise)
     if kept is not None:  # in the loss the last stage is gathered, and holds a microbatch
         last = stages.placement[-1]
-        most_bytes[last] = max(most_bytes[last], sizes[0, -1] + gathered[-1] + kept[""][0])
-    own = sums[2].copy()
+        most_bytes[last] = max(most_bytes[last], sizes[0][-1] + gathered[-1] + kept.top)
     for stage, names in zip((0, -1), stages.ends, strict=True):
         own[stage] += sum(size for key, size in elements.around.items() if _is_in(key, names))
     elements_of = np.zeros(alive.world)
@@ -367,18 +382,24 @@ def ranks_of(
     return Ranks(sets, elements_of, most_bytes)
 
 
-def _in_backward(kept: Mapping[str, tuple[float, float, float]], gathers: Mapping[str, float], *, frees: bool) -> float:
+def _of_any_stages(sets: int, ranks: int, elements: Elements, kept: Kept | None, alive: Alive | None) -> Ranks:
+    if kept is None or alive is None or not alive.shares.all():
+        return Ranks(sets, np.array([elements.total / ranks]), np.zeros(1))
+    # Ranks that keep a_r of their share of all bytes: the most of a_r x share_r is 1 / sum(1 / a_r) at least; of what they
+    # hold each has a part as well.
+    part = 1 / (1 / alive.shares).sum()
+    least = elements.total * part / alive.shares.max()
+    return Ranks(sets, np.array([elements.total / ranks, least]), np.array([0.0, part * kept.kept.sum()]))
+
+
+def _in_backward(kept: Kept, gathers: Array, *, frees: bool) -> float:
     """The most that is there when backward of a block begins: it and the one before are gathered, or all are."""
-    most = before = gathered = blocks = 0.0
-    for name, size in gathers.items():
-        inside, _, rise = kept[name]
-        if not rise:
-            continue  # the loss does not run it
-        blocks += inside
-        gathered = before + size if frees else gathered + size
-        before = size
-        most = max(most, blocks + rise + gathered)
-    return most
+    runs = kept.rise > 0  # the loss has no need of the others
+    sizes = gathers[runs]
+    if not len(sizes):
+        return 0.0
+    both = sizes + np.concatenate([[0.0], sizes[:-1]]) if frees else sizes.cumsum()
+    return float((kept.kept[runs].cumsum() + kept.rise[runs] + both).max())
 
 
 def _holders(name: str) -> Iterator[str]:

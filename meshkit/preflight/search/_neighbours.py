@@ -13,11 +13,19 @@ from meshkit.strategy import Strategy
 
 
 def neighbours(
-    pricing: Pricing, best: Tried, space: Space, sizes: Mapping[str, Sequence[int]], device_bytes: int | None
+    pricing: Pricing,
+    best: Tried,
+    space: Space,
+    sizes: Mapping[str, Sequence[int]],
+    device_bytes: int | None,
+    *,
+    ended: bool,
 ) -> list[Neighbour]:
-    """Those of the space. sizes: of each axis, as `Space.sizes` returns them."""
+    """Those of the space. sizes: of each axis, as `Space.sizes` returns them. ended: only those that need no tracing."""
     found = []
     for change, strategy in _changed(best.strategy, space, sizes):
+        if ended and not pricing.is_traced(strategy):
+            continue
         try:
             other = pricing.tried(strategy)
         except MeshkitError as error:

@@ -32,7 +32,7 @@ from meshkit.preflight.forecast import (
     forecast_profile,
     profile_step,
 )
-from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Microbatch, Seconds, alive_of
+from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, alive_of
 from meshkit.preflight.search._goal import Goal, cost
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
@@ -40,7 +40,6 @@ from meshkit.resolve import Resolved, resolve_alike
 from meshkit.step import Loss
 from meshkit.strategy import BlockOverride, PipelinePolicy, Strategy
 
-Kept = dict[str, tuple[int, int, int]]
 Made = TypeVar("Made")
 NOTHING = Profile(ops=(), launches={})
 KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
@@ -142,6 +141,11 @@ class Pricing:
         spec = strategy.mesh_for()
         inner = spec.cp, spec.tp, spec.ep, spec.etp
         return inner, strategy.sequence, _recompute(strategy), strategy.context.scheme
+
+    def is_traced(self, strategy: Strategy) -> bool:
+        """Seconds and bytes of its microbatch, so that its price takes milliseconds."""
+        key = self.family(strategy), self.rows(strategy)
+        return key in self._microbatches and key in self._kept
 
     def _alone(self, strategy: Strategy) -> Strategy:
         """One stage and one replica of it, without the rest of the mesh."""
@@ -371,7 +375,7 @@ class Pricing:
     def _kept_of(self, key: Hashable, strategy: Strategy, rows: int) -> Kept | None:
         if key not in self._kept:
             try:
-                self._kept[key] = kept_of_blocks(
+                sizes = kept_of_blocks(
                     self.resolved(strategy),
                     rows=rows,
                     seq_len=self.batch.seq_len,
@@ -379,6 +383,7 @@ class Pricing:
                     loss=self.loss,
                     kernels=self.cluster.device.kernels,
                 )
+                self._kept[key] = None if sizes is None else Kept.of(sizes)
             except MeshkitError:
                 self._kept[key] = None
         return self._kept[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count as counting
@@ -145,8 +145,8 @@ class _World:
             self.left += len(group)
 
     def next(self) -> _Node | None:
-        """The least of what waits that may be better than the best. What was put aside waits with the rest when something fits;
-        where nothing else is left, that of the fewest bytes comes.
+        """The least of what waits that may be better than the best. What was put aside waits with the rest once something
+        fits; where nothing else is left, that of the fewest bytes comes.
         """
         if self.aside and self.best is not None:
             for node in self.aside:
@@ -334,18 +334,15 @@ class _World:
         elements, rows = pricing.elements(strategy), pricing.rows(strategy)
         if elements is None:
             return None
-        kept: Mapping[str, tuple[float, float, float]] | None
         if level is Level.OWN:
             most, parts = rows, 1
             kept = pricing.kept(strategy, rows)
         else:
             most, parts = self._rows[None], spec.cp * spec.tp
             kept = pricing.kept_whole(strategy, most, self._most_ep)
-            if kept is not None and parts > 1:
-                kept = kept | {"": (0, 0, 0)}  # a loss over a split vocabulary is another, which may hold less
         if kept is not None:
-            share = rows / (most * parts)
-            kept = {name: (size * share, waits * share, rise * share) for name, (size, waits, rise) in kept.items()}
+            # A loss over a split vocabulary is another, which may hold less.
+            kept = kept.part(rows / (most * parts), top=parts == 1)
         cut, stages = pricing.cut(strategy), None
         if level > Level.WHOLE and cut is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
@@ -404,10 +401,12 @@ def _of_world(
     node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
     sizes = space.sizes(world, node=node_ranks, experts=experts)
     state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
+    ended = False
     while True:
         while (node := state.next()) is not None:
             if until is not None and time.process_time() > until:
                 state.push(node.bound, node.group, node.level)
+                ended = True
                 break
             state.step(node)
             if progress is not None:
@@ -425,7 +424,9 @@ def _of_world(
         cut=state.left,
         gap=state.gap,
         least=state.least,
-        neighbours=() if state.best is None else tuple(neighbours(pricing, state.best, space, sizes, device_bytes)),
+        neighbours=()
+        if state.best is None
+        else tuple(neighbours(pricing, state.best, space, sizes, device_bytes, ended=ended)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
     )

@@ -175,6 +175,24 @@ def test_a_block_that_the_loss_has_no_need_of_is_held_and_never_run(mesh: str) -
         assert rank.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_last_stage_whose_blocks_do_not_run_is_composed(schedule: Any) -> None:
+    """It has the head and the loss; what it receives is held by nothing else."""
+    with meta_parameters():
+        model = mk.models.DeepseekV3(AHEAD)
+    pipeline = mk.strategy.PipelinePolicy(stages=(4, 1), schedule=schedule)
+    memory = mk.MemoryPolicy(precision=BF16)
+    strategy = mk.Strategy(mesh="pp=2", plan=mk.models.model_plan(AHEAD), memory=memory, pipeline=pipeline)
+    step: dict[str, Any] = {"rows": 8, "seq_len": 128, "microbatches": 4}
+    composed = compose(resolved(model, strategy), **step)
+    assert composed.source == "composed"
+    for rank in composed.ranks:
+        traced = estimate(model, strategy=strategy, coordinate={"pp": rank.pp_rank}, **step)
+        assert rank.peak_bytes == pytest.approx(
+            traced.peak_bytes, rel=1e-3
+        )  # half a per cent where the leaf is freed twice
+
+
 def test_what_is_not_composed_is_traced_and_says_so() -> None:
     memory = mk.MemoryPolicy(optimizer=mk.strategy.OptimizerPolicy(states="8bit"))
     strategy = mk.Strategy(mesh="dp_shard=2", plan=LLAMA_PLAN, memory=memory)
