@@ -111,7 +111,7 @@ class _World:
         self.pricing, self.device_bytes = pricing, device_bytes
         self.world = world
         self.exhaustive, self.balance = exhaustive, balance
-        self.room = 1.0
+        self.dives, self.room = not exhaustive, 1.0
         self.refused: Counter[str] = Counter()
         self.unfit = self.left = 0
         self.tried: list[Tried] = []
@@ -145,31 +145,32 @@ class _World:
             self.left += len(group)
 
     def next(self) -> _Node | None:
-        """The least of what waits that may be better than the best. What was put aside waits with the rest once something
-        fits; where nothing else is left, that of the fewest bytes comes.
+        """The least of what waits that may be better than the best. What was put aside waits with the rest once nothing else
+        is left; until something fits, that of the fewest bytes comes alone.
         """
-        if self.aside and self.best is not None:
+        if self.aside and not self.is_open:
+            if self.best is None:
+                return self.aside.pop(min(range(len(self.aside)), key=lambda at: self.bytes_of(self.aside[at])))
             for node in self.aside:
                 heapq.heappush(self.heap, node)
-            self.aside = []
-        if self.aside and not self.heap:
-            return self.aside.pop(min(range(len(self.aside)), key=lambda at: self.bytes_of(self.aside[at])))
-        if not self.heap:
-            return None
-        if self.best is not None and not self.exhaustive and self.heap[0].bound >= self.best.cost:
-            return None
-        return heapq.heappop(self.heap)
+            self.aside, self.dives = [], False
+        return heapq.heappop(self.heap) if self.is_open else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something waits that may be better."""
+        return bool(self.heap) and (self.exhaustive or self.best is None or self.heap[0].bound < self.best.cost)
 
     def step(self, node: _Node) -> None:
         """Learn more of the node, or price it."""
         group, level = node.group, Level(node.level + 1) if node.level < Level.OWN else None
+        if level is Level.TABLED and self.dives and self.heap and self.is_tight(group):
+            self.aside.append(node)
+            return
         if level is Level.TABLED and (self.best is None or group.meshes[0].pp == 1):
             level = Level.TRACED
-        if level is Level.TRACED and self.best is None:
+        if level is Level.TRACED and (self.best is None or self.pricing.is_traced(group.first)):
             level = Level.OWN  # until something fits there is nothing that a bound could cut
-            if self.heap and self.device_bytes is not None and self.bytes_of(node) > self.room * self.device_bytes:
-                self.aside.append(node)  # it will not fit either, as likely as not
-                return
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
@@ -224,6 +225,11 @@ class _World:
             return group
         return Group(replace(group.first, mesh=small[0]), tuple(small)) if small else None
 
+    def is_tight(self, group: Group) -> bool:
+        """Whether it will not fit, as likely as not: were its least bytes as wrong as those of what was priced."""
+        least = self.least_bytes(group.first, Level.SENT)
+        return self.device_bytes is not None and least > self.room * self.device_bytes
+
     def bytes_of(self, node: _Node) -> float:
         """The least bytes of what was learnt to fit by them."""
         return self.least_bytes(node.group.first, Level.SENT)
@@ -240,7 +246,7 @@ class _World:
             peak_bytes = self.price(strategy)
             if self.device_bytes is not None and peak_bytes is not None:
                 too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
-                # Until something fits: what of a device the bound of the next may take, by how wrong it was.
+                # What of a device the bound of the next may take, by how wrong this one was.
                 self.room = min(self.room, self.least_bytes(strategy, Level.SENT) / peak_bytes)
 
     def variants(self, group: Group) -> list[Group]:
@@ -373,9 +379,10 @@ class _World:
     @property
     def gap(self) -> float:
         """By which share of the best's cost something that was not priced may be better."""
-        if self.best is None or not self.heap or not self.best.cost:
+        waiting = [node.bound for node in (*self.heap[:1], *self.aside)]
+        if self.best is None or not waiting or not self.best.cost:
             return 0.0
-        return max(0.0, 1 - self.heap[0].bound / self.best.cost)
+        return max(0.0, 1 - min(waiting) / self.best.cost)
 
     def drop_best(self) -> None:
         """It does not fit, as the traced estimate says."""

@@ -74,7 +74,7 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
         for level in (Level.WHOLE, Level.SENT, Level.OWN):
             assert 0 < world.least_bytes(each.strategy, level) <= each.peak_bytes, level
     peaks = sorted(each.peak_bytes for each in every.tried)
-    for memory in (None, peaks[len(peaks) // 3]):
+    for memory in (None, peaks[len(peaks) // 3], peaks[0]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
         found = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
         assert found.winner is not None
@@ -83,6 +83,18 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
         assert len(found.tried) <= len(every.tried)
         assert found.neighbours
         assert found.flags in str(found)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp_shard=4", "dp_shard=4 tp=2", "dp_shard=4 tp=2 ep=2", "dp_shard=4 tp=2 ep=4 etp=2"]
+)
+def test_the_states_of_a_bound_are_those_that_a_rank_holds(mesh):
+    """Experts are shared by the ranks of tp too, whatever ep and etp are."""
+    strategy = mk.Strategy(mesh=mesh)
+    pricing = Pricing(moe(), CLUSTER, BATCH, next_token_loss, "time")
+    at_peak = pricing.peak(strategy).at_peak
+    states = at_peak["parameters"] + at_peak["optimizer state"]
+    assert 0.98 * states < 3 * 4 * pricing.elements(strategy).total / 4 <= states  # rounding to granules, and buffers
 
 
 def test_nothing_fits():
