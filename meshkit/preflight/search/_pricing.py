@@ -16,7 +16,7 @@ from meshkit.errors import MeshkitError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
-from meshkit.preflight._thin import kinds_of_blocks, thin_program
+from meshkit.preflight._thin import thin_program
 from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, kept_of_blocks
 from meshkit.preflight.explain import explain_step
 from meshkit.preflight.forecast import (
@@ -231,7 +231,7 @@ class Pricing:
     def _thin(self, strategy: Strategy, ep: int) -> tuple[Mapping[str, str], Resolved]:
         """(block -> the first that is like it, the strategy for a model of those). Each is treated as in the whole."""
         one = self.resolved(self._whole(strategy, ep))
-        kinds = kinds_of_blocks(one.program.model, one.blocks, one.treatments)
+        kinds = self.memory.kinds(one)
         program = thin_program(one, kinds, "sent", lambda model: None)
         overrides = {name: BlockOverride(recompute=one.treatments[name].recompute) for name in kinds.values()}
         thin = replace(strategy, memory=replace(strategy.memory, recompute="none"), overrides=overrides)
@@ -351,12 +351,14 @@ class Pricing:
         ]
 
     def elements(self, strategy: Strategy) -> Elements | None:
-        """Of the parameters that train, as tp and experts split them at most; None where one rank alone is refused."""
+        """Of the parameters that train, as tp and experts split them at most; None where their ranks alone are refused."""
         spec = strategy.mesh_for()
-        key = spec.tp, spec.ep * spec.etp
+        key = spec.tp, spec.ep, spec.etp
         if key not in self._elements:
             try:
-                one = replace(self._alone(strategy), mesh=MeshSpec(), sequence=False)
+                # A derived plan has experts where there are ranks for them.
+                mesh = inner_mesh(MeshSpec(ep=spec.ep, etp=spec.etp))
+                one = replace(self._alone(strategy), mesh=mesh, sequence=False)
                 self._elements[key] = Elements.of(self.resolved(one), spec)
             except MeshkitError:
                 self._elements[key] = None
