@@ -55,7 +55,7 @@ CASES = {
     "70b": Case(config=mk.models.LLAMA3_70B, ranks=512, sequences=1024, seq_len=8192, limit_s=60),
     "405b": Case(config=mk.models.LLAMA31_405B, ranks=16384, sequences=2048, seq_len=8192, limit_s=120),
     "deepseek-v3": Case(
-        config=mk.models.DEEPSEEK_V3, ranks=2048, sequences=15360, seq_len=4096, limit_s=120, end_s=100
+        config=mk.models.DEEPSEEK_V3, ranks=2048, sequences=15360, seq_len=4096, limit_s=120, end_s=110
     ),
 }
 

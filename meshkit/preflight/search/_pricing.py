@@ -351,14 +351,12 @@ class Pricing:
         ]
 
     def elements(self, strategy: Strategy) -> Elements | None:
-        """Of the parameters that train, as tp and experts split them at most; None where their ranks alone are refused."""
+        """Of the parameters that train, as tp and experts split them at most; None where one rank alone is refused."""
         spec = strategy.mesh_for()
         key = spec.tp, spec.ep, spec.etp
         if key not in self._elements:
             try:
-                # A derived plan has experts where there are ranks for them.
-                mesh = inner_mesh(MeshSpec(ep=spec.ep, etp=spec.etp))
-                one = replace(self._alone(strategy), mesh=mesh, sequence=False)
+                one = replace(self._alone(strategy), mesh=MeshSpec(), sequence=False)
                 self._elements[key] = Elements.of(self.resolved(one), spec)
             except MeshkitError:
                 self._elements[key] = None

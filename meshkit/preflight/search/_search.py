@@ -266,7 +266,7 @@ class _World:
         """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
         cut = self.pricing.cut(strategy)
         pricing, rows = self.pricing, self._rows[self.pricing.family(strategy)]
-        microbatch = pricing.sent(strategy, rows, self._most_ep)
+        microbatch = pricing.sent(strategy, rows, self.ep(strategy))
         if cut is None or microbatch is None:
             return None
         first, last = (
@@ -279,6 +279,10 @@ class _World:
         return None if best == counts else best
 
     # ------------------------------------------------------------------------------------------------------- bounds
+
+    def ep(self, strategy: Strategy) -> int:
+        """On which experts have the most tokens each. Where nothing is dispatched there are no kernels for that either."""
+        return self._most_ep if strategy.mesh_for().ep > 1 else 1
 
     def microbatch(self, strategy: Strategy, level: Level) -> tuple[Microbatch | None, float]:
         """(seconds of a microbatch, the share of them that the strategy's own takes at least).
@@ -294,9 +298,9 @@ class _World:
         if level is Level.TRACED:
             return pricing.microbatch(strategy, most), rows / most
         if level in (Level.SENT, Level.TABLED):
-            return pricing.sent(strategy, most, self._most_ep), rows / most
+            return pricing.sent(strategy, most, self.ep(strategy)), rows / most
         spec = strategy.mesh_for()
-        return pricing.whole(strategy, most, self._most_ep), rows / most / (spec.cp * spec.tp)
+        return pricing.whole(strategy, most, self.ep(strategy)), rows / most / (spec.cp * spec.tp)
 
     def cost(self, strategy: Strategy, least_s: float) -> float:
         """The least that the goal makes of a step of so many seconds at least."""
@@ -314,7 +318,7 @@ class _World:
             return 0.0
         if strategy.mesh_for().pp > 1:
             return self._least_s(strategy, microbatch, level, share) * share
-        gathers = self.pricing.gathers(strategy, self._most_ep)
+        gathers = self.pricing.gathers(strategy, self.ep(strategy))
         return gathers.least_s(microbatch, strategy.microbatches or 1, share)
 
     def _least_s(self, strategy: Strategy, microbatch: Microbatch, level: Level, share: float) -> float:
@@ -345,7 +349,7 @@ class _World:
             kept = pricing.kept(strategy, rows)
         else:
             most, parts = self._rows[None], spec.cp * spec.tp
-            kept = pricing.kept_whole(strategy, most, self._most_ep)
+            kept = pricing.kept_whole(strategy, most, self.ep(strategy))
         if kept is not None:
             # A loss over a split vocabulary is another, which may hold less.
             kept = kept.part(rows / (most * parts), top=parts == 1)

@@ -38,10 +38,18 @@ def dense(**changes):
 
 
 def moe():
+    with torch.device("meta"):
+        return mk.models.Mixtral(MOE)
+
+
+def _moe_config():
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128}
-    with torch.device("meta"):
-        return mk.models.Mixtral(mk.models.MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
+    return mk.models.MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+
+
+MOE = _moe_config()
+EXPERTS = mk.Strategy(plan=mk.models.model_plan(MOE))
 
 
 SPACE = mk.Space(
@@ -61,10 +69,17 @@ BATCH = mk.Batch(sequences=64, seq_len=128)
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
 
 
-@pytest.mark.parametrize("make", [dense, lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), moe])
-def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
+@pytest.mark.parametrize(
+    ("make", "fixed"),
+    [
+        (dense, mk.Strategy()),
+        (lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), mk.Strategy()),
+        (moe, EXPERTS),
+    ],
+)
+def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed):
     model = make()
-    every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, exhaustive=True)
+    every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, fixed=fixed, exhaustive=True)
     world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
@@ -76,7 +91,9 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
     peaks = sorted(each.peak_bytes for each in every.tried)
     for memory in (None, peaks[len(peaks) // 3], peaks[0]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
-        found = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, device_memory=memory, recheck=False)
+        found = mk.search(
+            model, CLUSTER, BATCH, world=16, space=SPACE, fixed=fixed, device_memory=memory, recheck=False
+        )
         assert found.winner is not None
         assert found.winner.seconds == best
         assert found.winner.fits(memory)
@@ -90,16 +107,15 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make):
 )
 def test_the_states_of_a_bound_are_those_that_a_rank_holds(mesh):
     """Experts are shared by the ranks of tp too, whatever ep and etp are."""
-    strategy = mk.Strategy(mesh=mesh)
+    strategy = replace(EXPERTS, mesh=mk.MeshSpec.parse(mesh))
     pricing = Pricing(moe(), CLUSTER, BATCH, next_token_loss, "time")
     at_peak = pricing.peak(strategy).at_peak
     states = at_peak["parameters"] + at_peak["optimizer state"]
     elements, spec = pricing.elements(strategy), strategy.mesh_for()
     bound = 3 * 4 * elements.total / spec.dp_shard
     assert bound <= states
-    if spec.ep > 1 or spec.tp == 1:  # else the derived plan leaves experts whole on each rank of tp
-        assert bound > 0.9 * states  # and embeddings
-    assert bool(elements.experts.sum()) == (spec.ep > 1)
+    assert bound > 0.9 * states  # tp may leave embeddings whole
+    assert elements.experts.sum() == 3 * 4 * 3 * 128 * 256 / (spec.ep * spec.etp)
 
 
 def test_nothing_fits():
