@@ -295,9 +295,10 @@ class _World:
         most = self._rows[None if level is Level.WHOLE else family]
         if not self.is_modelled:
             return None, 1.0
-        if level is Level.TRACED:
+        # Experts apart were seen to take up to .4 % less of a step for each row where there are fewer rows.
+        if level is Level.TRACED and strategy.mesh_for().ep == 1:
             return pricing.microbatch(strategy, most), rows / most
-        if level in (Level.SENT, Level.TABLED):
+        if level in (Level.SENT, Level.TABLED, Level.TRACED):
             return pricing.sent(strategy, most, self.ep(strategy)), rows / most
         spec = strategy.mesh_for()
         return pricing.whole(strategy, most, self.ep(strategy)), rows / most / (spec.cp * spec.tp)
