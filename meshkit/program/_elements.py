@@ -148,6 +148,12 @@ class Replay:
         torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(numbers)
         self._elements[ref.storage] = flat
 
+    def define_constant(self, ref: TensorRef, value: Tensor) -> None:
+        """Of new memory, all of it."""
+        flat = torch.zeros(self._size(ref.storage), dtype=ref.dtype)
+        torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(value)
+        self._values[ref.storage] = flat
+
     def _size(self, storage: int) -> int:
         return self.trace.storages[storage].size
 
@@ -225,9 +231,7 @@ class Replay:
             if operation.op._schema.is_mutable and ref.storage in self._values:
                 self._elements.pop(ref.storage, None)
                 continue
-            flat = torch.zeros(self._size(ref.storage), dtype=tensor.dtype)
-            torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(tensor)
-            self._values[ref.storage] = flat
+            self.define_constant(ref, tensor)
         return True
 
     def _fill(self, operation: Operation, out: TensorRef) -> bool:

@@ -86,7 +86,7 @@ class Doors:
     @property
     def key(self) -> Hashable:
         """The same of doors that change a module alike."""
-        counted = sorted((name, sorted(each.calls)) for name, each in self.counted.items())
+        counted = sorted((name, sorted(each.calls.items())) for name, each in self.counted.items())
         return self.registry, self.intercepted, repr((self.patterns, self.whole, counted)), self.cached, self.positions
 
     def open(self, module: nn.Module) -> None:

@@ -120,16 +120,17 @@ class Reader:
 
     def _doors(self, call: Call) -> Doors:
         first: PlanError | None = None
+        refused: PlanError | None = None
         tokens, cached = sum(map(len, _TOKENS)), False
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
             try:
                 full = self._alone(call, tokens, registry=registry)
             except ReadingError as error:
-                # It adds the mask to scores that it computes itself.
-                if registry and not isinstance(error.__cause__, PlanError):
+                if registry:  # It adds the mask, or a bias, to scores that it computes itself.
+                    refused = error
                     continue
-                if registry or not takes_cache(self.program.model):
-                    raise
+                if not takes_cache(self.program.model):
+                    raise refused or error from error
                 first, cached, full = error, True, self._alone(call, tokens, registry=False, cached=True)
             places = tuple(dict.fromkeys(name for name, _ in _attentions(full)))
             if self.takes_mask:
@@ -162,7 +163,8 @@ class Reader:
         by_cache = takes_cache(self.program.model) and not doors.registry
         for cached in (True,) if doors.cached else (False, True) if by_cache else (False,):
             # What a cache has gathered, no line gathers.
-            lines = {name: each for name, each in counted.items() if not (cached and each.by_hand)}
+            lines = {name: each.without_products() for name, each in counted.items()} if cached else counted
+            lines = {name: each for name, each in lines.items() if each.calls}
             if lines or cached != doors.cached:
                 yield replace(doors, counted=lines, cached=cached)
             if counts_itself:
