@@ -159,7 +159,8 @@ def refuse_counted(doors: Doors, *, sequence: bool, compiled: bool, tp: int) -> 
             "which is told by its line, and a compiled graph has none" if calls else "which no compiled graph knows"
         )
         raise PlanError(f"{line}, {reason}. Use compile=False, or a mesh without cp.")
-    if tp > 1 and (doors.by_hand or any(not each.gather for sent in doors.sent.values() for each in sent)):
+    of_floats = any(not each.gather or each.dtype.is_floating_point for sent in doors.sent.values() for each in sent)
+    if tp > 1 and (doors.by_hand or of_floats):
         raise PlanError(
             f"{line}, and it is not known how much of what is read of all tokens a rank of tp={tp} has. Use tp=1, or a "
             "mesh without cp."

@@ -1,6 +1,6 @@
 """What a model's own code does with all tokens in a line of its own, and what a rank runs there: positions that it counts
-(torch.arange), the number of tokens as a factor, sums and means over the tokens, attention by hand, and what reads some tokens
-for others.
+(torch.arange), the number of tokens as a factor, sums and means over the tokens, attention by hand, and what reads some
+tokens for others.
 
 The lines are found in the single-device model's program, read on two numbers of tokens: what differs there is the number of
 tokens. That a rank computes the same with them is proved as everything else is; a line that is not only about the tokens is
@@ -66,8 +66,14 @@ class Counted:
         """Whether it attends by products of its own."""
         return any(operator in PRODUCTS for operator, _ in self.calls)
 
-    def without_products(self) -> Counted:
-        return Counted(self.module, {call: line for call, line in self.calls.items() if call[0] not in PRODUCTS})
+    def without(self, *operators: str) -> Counted:
+        return Counted(self.module, {call: line for call, line in self.calls.items() if call[0] not in operators})
+
+    def without_tables(self) -> Counted:
+        """Without cuts of what is as long whatever a row is."""
+        return Counted(
+            self.module, {call: line for call, line in self.calls.items() if line is None or set(line.before) != {None}}
+        )
 
     def open(self, model: nn.Module) -> None:
         module = model.get_submodule(self.module)
@@ -100,7 +106,9 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         elif lines[call] not in (None, line):
             others.add(call)
     # All or nothing of a line: which of its calls is meant could not be told when it runs.
-    lines_of = {module: {call: line for call, line in calls.items() if call not in others} for module, calls in found.items()}
+    lines_of = {
+        module: {call: line for call, line in calls.items() if call not in others} for module, calls in found.items()
+    }
     return {module: Counted(module, calls) for module, calls in lines_of.items() if calls}
 
 
@@ -109,7 +117,7 @@ def _row_tokens(trace: Trace) -> int:
 
 
 def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Moved | bool | None:
-    """Whether an operator reads the number of tokens, or sums over them, or how it moves them; None for one that does neither."""
+    """Whether an operator reads the number of tokens, or sums over them, or how it moves them; None for what does neither."""
     if name in MOVING:
         along = moved(name, a, b, tokens)
         if name != CUT or isinstance(along, Moved):
@@ -149,14 +157,15 @@ def positions_known(trace: Trace, own: tuple[int, ...]) -> dict[int, Tensor]:
 
 def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
     """Which lines are about all tokens: a line for each place in the code."""
-    modules: dict[tuple[str, str], list[str]] = {}
+    modules: dict[tuple[Call, str], list[str]] = {}
     for name, each in counted.items():
         for call in sorted(each.calls):
-            modules.setdefault(call, []).append(name)
+            meaning = _MEANING[call[0]] if each.calls[call] is None else _MOVED
+            modules.setdefault((call, meaning), []).append(name)
     return [
         f"cp={ranks}: {operator} at {where} in {names[0] or 'the model'}"
-        f"{f' and {len(names) - 1} more' * (len(names) > 1)} is of all tokens: {_MEANING[operator]}"
-        for (operator, where), names in modules.items()
+        f"{f' and {len(names) - 1} more' * (len(names) > 1)} is of all tokens: {meaning}"
+        for ((operator, where), meaning), names in modules.items()
     ]
 
 
@@ -297,13 +306,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 _MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positions
 _SUMS = ("sum", "mean")
 _NAMES = ("arange", "mul", "div", *_SUMS, *MOVING, *PRODUCTS, *PAIRS)
+_MOVED = "it reads some tokens for others, so they are gathered, and what comes out is a rank's own"
 _MEANING = {
     "arange": "positions of a rank's own tokens",
     "mul": "the number of tokens is that of a row",
     "div": "the number of tokens is that of a row",
     "sum": "summed over the ranks",
     "mean": "summed over the ranks",
-    **dict.fromkeys(MOVING, "it reads some tokens for others, and they are gathered"),
     **dict.fromkeys(PRODUCTS, "attention by hand, whose keys and values are gathered"),
     **dict.fromkeys(PAIRS, "a mask of which a rank has its rows"),
 }

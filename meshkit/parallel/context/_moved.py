@@ -1,6 +1,6 @@
-"""Lines that read some tokens of a row for others: short convolutions, paddings and cuts along the tokens, running sums. A rank
-gathers the tokens of the tensor, runs the line on those of all ranks, and keeps its own as soon as what comes out is of a row's
-tokens.
+"""Lines that read some tokens of a row for others: short convolutions, paddings and cuts along the tokens, running sums. A
+rank gathers the tokens of the tensor, runs the line on those of all ranks, and keeps its own as soon as what comes out is of a
+row's tokens.
 
 So a convolution that is padded and then cut is two lines, and what is between them each rank has of all tokens: it is for what
 is cheap beside the layers around it. A halo of the few tokens before would be less to send.
@@ -59,10 +59,13 @@ def moved(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Mov
         along = {_last(a.args[1] if len(a.args) > 1 else 0, out[0])}
     elif name == CUT:
         along = {_last(a.args[1], out[0])}
-        read = [_bound(x, y, tokens) for x, y in zip(_ends(a), _ends(b), strict=True)]
-        if False in read:
+        pairs = [*zip(_ends(a), _ends(b), strict=True)]
+        first, after_last = (_bound(*pair, tokens) for pair in pairs)
+        if any(
+            (bound is None) != (pair == (None, None)) for bound, pair in zip((first, after_last), pairs, strict=True)
+        ):
             return False
-        bounds = read[0] or None, read[1] or None
+        bounds = first, after_last
     elif name == "constant_pad_nd":
         along = {-1 - index // 2 for index, width in enumerate(a.args[1]) if width}
     elif name == "convolution":
@@ -77,6 +80,8 @@ def moved(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Mov
     if along != dims or len(along) != 1:
         return False
     (dim,) = along
+    if any(len(ref.shape) < -dim for pair in (*given, out) for ref in pair):
+        return False
     before = tuple(_more(*pair, dim, tokens) for pair in given)
     after = _more(*out, dim, tokens)
     if any(more is None and dim in _grown(*pair) for more, pair in zip((*before, after), (*given, out), strict=True)):
@@ -101,19 +106,19 @@ def _more(one: TensorRef, other: TensorRef, dim: int, tokens: tuple[int, int]) -
     return more if int(other.shape[dim]) - tokens[1] == more else None
 
 
-def _ends(cut: Operation) -> tuple[Any, Any]:
+def _ends(cut: Operation) -> tuple[int | None, int | None]:
     first = cut.args[2] if len(cut.args) > 2 else None
     after = cut.args[3] if len(cut.args) > 3 else None
     return (None if first == 0 else first), (None if after == _TO_THE_END else after)
 
 
-def _bound(one: Any, other: Any, tokens: tuple[int, int]) -> Bound | bool:
+def _bound(one: int | None, other: int | None, tokens: tuple[int, int]) -> Bound:
     if one is None or other is None:
-        return one is None and other is None and None  # type: ignore[return-value]
+        return None
     for times in (0, 1, -1):
         if one - times * tokens[0] == other - times * tokens[1]:
             return times, one - times * tokens[0]
-    return False
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ running
@@ -188,4 +193,3 @@ def _other(found: str, expected: str) -> PlanError:
         f"context parallelism: {model_line()} reads some tokens of a row for others, but {found} now, where it was {expected} "
         "when the model was read. Use cp=1, or leave it to the other axes."
     )
-

@@ -18,12 +18,11 @@ from torch import Tensor
 from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
 from meshkit.errors import PlanError
+from meshkit.parallel.context._by_hand import PRODUCTS
 from meshkit.parallel.context._cache import not_kept, takes_cache
-from meshkit.parallel.context._counted import SUM_TOKENS, counted_in, positions_known
+from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, positions_known
 from meshkit.parallel.context._doors import Attention, Doors, Sent
-from meshkit.parallel.context._foreign import (
-    is_transformers,
-)
+from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
 from meshkit.parallel.context._whole import GATHER_TOKENS, Whole, whole_around
@@ -162,13 +161,11 @@ class Reader:
         counts_itself = takes and "position_ids" not in call.given
         by_cache = takes_cache(self.program.model) and not doors.registry
         for cached in (True,) if doors.cached else (False, True) if by_cache else (False,):
-            # What a cache has gathered, no line gathers.
-            lines = {name: each.without_products() for name, each in counted.items()} if cached else counted
-            lines = {name: each for name, each in lines.items() if each.calls}
-            if lines or cached != doors.cached:
-                yield replace(doors, counted=lines, cached=cached)
-            if counts_itself:
-                yield replace(doors, counted=lines, cached=cached, positions=False)
+            for lines in _sets_of_lines(counted, cached):
+                if lines or cached != doors.cached:
+                    yield replace(doors, counted=lines, cached=cached)
+                if counts_itself:
+                    yield replace(doors, counted=lines, cached=cached, positions=False)
 
     def _proved(self, doors: Doors, full: Trace, call: Call, *, replicate: bool) -> Doors:
         while True:
@@ -284,7 +281,7 @@ class Reader:
                 read_registry(model, packed=packed)
             else:
                 for name in self.named or ("",):
-                    read_calls(model.get_submodule(name), masked=masked)
+                    read_calls(model.get_submodule(name), tokens=tokens, masked=masked)
             found = trace(model, args, kwargs, closed=self.closed, again=again)
             refuse_writes(found, self.program.model)
             return self._with_values(live(found))
@@ -338,6 +335,23 @@ class Reader:
             params = {f"parameter {name}": Held("replicated") for name in self.program.parameters}
             held.append({**params, **of_inputs})
         prove(full, ranks, held, tokens=tokens)
+
+
+def _sets_of_lines(counted: Mapping[str, Counted], cached: bool) -> list[Mapping[str, Counted]]:
+    """Lines that may be of all tokens: without cuts of tables, which may be as long as the keys are, and all of them. What a
+    cache has gathered, no line gathers."""
+    if cached:
+        sets = [
+            {name: each for name, each in counted.items() if not each.by_hand},
+            {name: each.without(*PRODUCTS) for name, each in counted.items()},
+        ]
+    else:
+        sets = [{name: each.without_tables() for name, each in counted.items()}, dict(counted)]
+    found: list[Mapping[str, Counted]] = []
+    for lines in ({name: each for name, each in lines.items() if each.calls} for lines in sets):
+        if lines not in found:
+            found.append(lines)
+    return found
 
 
 def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:
