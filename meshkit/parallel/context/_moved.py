@@ -1,9 +1,9 @@
 """Lines that read some tokens of a row for others: short convolutions, paddings and cuts along the tokens, running sums. A
-rank gathers the tokens of the tensor, runs the line on those of all ranks, and keeps its own as soon as what comes out is of a
-row's tokens.
+rank gathers the tokens of the tensor, runs the line on those of all ranks, and keeps its own as soon as what comes out is of
+a row's tokens.
 
-So a convolution that is padded and then cut is two lines, and what is between them each rank has of all tokens: it is for what
-is cheap beside the layers around it. A halo of the few tokens before would be less to send.
+So a convolution that is padded and then cut is two lines, and what is between them each rank has of all tokens: it is for
+what is cheap beside the layers around it. A halo of the few tokens before would be less to send.
 """
 
 from __future__ import annotations
