@@ -213,7 +213,7 @@ class _Lines(TorchFunctionMode):
 
 def _arange(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Tensor:
     counted: Tensor = func(*args, **kwargs)
-    if counted.shape[0] == mask.row_tokens:  # of the keys, which a cache has gathered
+    if counted.shape[0] == mask.row_tokens != mask.tokens:  # of the keys, which a cache has gathered
         return counted
     _refuse_other_size("arange", counted.shape[0], mask)
     first = args[0] if len(args) > 1 else kwargs.get("start", 0)
@@ -232,7 +232,7 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     dim = args[0] if args else kwargs.get("dim")
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if x.shape[only] == mask.row_tokens:  # of attention by hand, whose columns are all tokens
+    if x.shape[only] == mask.row_tokens != mask.tokens:  # of attention by hand, whose columns are all tokens
         of_columns: Tensor = func(x, *args, **kwargs)
         return of_columns
     _refuse_other_size("a sum", x.shape[only], mask)

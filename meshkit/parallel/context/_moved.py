@@ -29,8 +29,11 @@ Bound = tuple[int, int] | None  # (n, c): n times a row's tokens, and c
 
 @dataclass(frozen=True)
 class Moved:
-    """What a line does along the tokens. dim: theirs, counted from the last. before, after: how many more than a row's tokens
-    each of its tensors has there, and its result; None for one whose number does not depend on the row's. bounds: of a cut."""
+    """What a line does along the tokens.
+
+    dim: theirs, counted from the last. before, after: how many more than a row's tokens each of its tensors has there, and
+    its result; None for one whose number does not depend on the row's. bounds: of a cut.
+    """
 
     dim: int
     before: tuple[int | None, ...]
@@ -86,10 +89,9 @@ def moved(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Mov
     after = _more(*out, dim, tokens)
     if any(more is None and dim in _grown(*pair) for more, pair in zip((*before, after), (*given, out), strict=True)):
         return False
-    whole = 0 not in before
-    if before == (0,) and after == 0 and name == CUT or whole and after != 0 and not any(bounds):
-        return None
-    return Moved(dim, before, after, bounds)
+    line = Moved(dim, before, after, bounds)
+    of_all = 0 not in before and after != 0 and not any(bounds)  # as it is
+    return None if of_all or (line.alone and name == CUT) else line
 
 
 def _last(dim: int, ref: TensorRef) -> int:
@@ -128,8 +130,8 @@ def move(line: Moved, func: Callable[..., Any], mask: Any, *args: Any, **kwargs:
     """Run such a line. Wire: all-gather of each tensor of a rank's own tokens, backward reduce-scatter."""
     if getattr(mask, "rows", 0) > 1 and not line.alone:
         raise PlanError(
-            f"context parallelism: {model_line()} reads some tokens of a row for others, but rows with masks of their own are "
-            "laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+            f"context parallelism: {model_line()} reads some tokens of a row for others, but rows with masks of their own "
+            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
         )
     name = next((key for key in ("input", "tensors") if key in kwargs), None)
     given = kwargs.pop(name) if name else args[0]
@@ -190,6 +192,6 @@ def _of_row(end: Any, bound: Bound, mask: Any) -> int | None:
 
 def _other(found: str, expected: str) -> PlanError:
     return PlanError(
-        f"context parallelism: {model_line()} reads some tokens of a row for others, but {found} now, where it was {expected} "
-        "when the model was read. Use cp=1, or leave it to the other axes."
+        f"context parallelism: {model_line()} reads some tokens of a row for others, but {found} now, where it was "
+        f"{expected} when the model was read. Use cp=1, or leave it to the other axes."
     )

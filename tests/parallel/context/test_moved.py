@@ -95,6 +95,9 @@ class Mixer(nn.Module):
     def of_a_table(self, x: Tensor) -> Tensor:
         return self.table[: x.shape[1]] * x
 
+    def mean(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True)
+
     # What nothing is known of.
 
     def every_other(self, x: Tensor) -> Tensor:
@@ -198,6 +201,23 @@ def test_the_lines_are_named_and_with_tp_refused() -> None:
     assert sorted(said) == ["convolution", "slice"]
     with pytest.raises(PlanError, match="Use tp=1"):
         refuse_counted(doors, sequence=False, compiled=False, tp=2)
+
+
+def said_of_rows_end_to_end(kind: str, of_rows: int) -> str:
+    """Rows with other documents, of which a rank has as many tokens as a row has."""
+    rows, tokens = of_rows, 8
+    model = Model(kind).double()
+    ids = torch.randint(0, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    documents = mk.Mask.documents([tokens - row for row in range(rows)] + [rows * (rows - 1) // 2])
+    with pytest.raises(PlanError) as error:
+        run.forward_backward({"input_ids": ids, "labels": ids}, mask=documents)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["mean", "convolved"])
+def test_rows_that_are_laid_end_to_end_are_refused(kind: str) -> None:
+    assert all("laid end to end" in text for text in pool(2).run(said_of_rows_end_to_end, kind, 2))
 
 
 # ------------------------------------------------------------------------------------------------- models of transformers
