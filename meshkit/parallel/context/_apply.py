@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -103,11 +103,13 @@ def plan_context(
     closed: Mapping[str, str],
     unproved: IfUnproved = "refuse",
     blocks: Sequence[str] | None = None,
+    fits: Callable[[Doors], None] = lambda doors: None,
 ) -> tuple[Reader, Doors]:
     """How the model's attention is reached, proved where it is known what its forward takes. Changes nothing.
 
     closed: modules that are read as one operation. unproved: as in `context_parallel`. blocks: the
-    repeated layers; default: those of `auto_plan`. Raises: PlanError, as that does.
+    repeated layers; default: those of `auto_plan`. fits: raises PlanError for a way that does not go with other choices;
+    then others are looked for. Raises: PlanError, as that does.
     """
     policy.refuse_misfit(size)
     model = program.model
@@ -121,7 +123,7 @@ def plan_context(
     _refuse_dropout(model)
     call = _call(program, policy)
     if call is not None:
-        return reader, reader.doors(call)
+        return reader, reader.doors(call, fits)
     if named or reader.takes_mask:
         return reader, Doors(intercepted=named)
     raise PlanError(

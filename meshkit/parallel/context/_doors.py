@@ -39,15 +39,18 @@ class Attention:
 @dataclass(frozen=True)
 class Sent:
     """A message of a line. gather: every rank gathers the tokens of a tensor; else a sum over them is summed over the ranks.
-    elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too."""
+    elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too. one_row:
+    whether it is of one row, however many the batch has."""
 
     gather: bool
     elements: int
     dtype: torch.dtype
     trains: bool
+    one_row: bool = False
 
     def size(self, rows: int, tokens: int, compute: torch.dtype) -> int:
         """Bytes of the gathered tensor, or of the sum. tokens: of the longest rank, times the ranks."""
+        rows = 1 if self.one_row else rows
         if not self.gather:
             return rows * self.elements * wide(compute).itemsize
         return rows * tokens * self.elements * (compute if self.dtype.is_floating_point else self.dtype).itemsize

@@ -95,6 +95,11 @@ def of_all_tokens(function: Callable[..., Any], gather: Callable[[Tensor], Tenso
     if kind == "blocks":
         blocks: Callable[..., Any] = masking_utils.blockwise_overlay(gather(closed["block_sequence_ids"]))
         return blocks
+    if kind == "remapped":
+        return of_all_tokens(closed["mask_function"], gather)
+    if kind == "packed":
+        one_document: Callable[..., Any] = masking_utils.bidirectional_mask_function
+        return one_document
     if kind in ("causal", "full", "window"):
         return function
     raise PlanError(f"its mask is made by {_said(function)}, which is no pattern that ranks can follow.")

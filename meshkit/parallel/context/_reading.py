@@ -109,16 +109,23 @@ class Reader:
         model = self.program.model
         return not is_transformers(model) and not self.named and "mask" in inspect.signature(model.forward).parameters
 
-    def doors(self, call: Call) -> Doors:
+    def doors(self, call: Call, fits: Callable[[Doors], None] = lambda doors: None) -> Doors:
         """How the model's attention is reached, proved on this call.
 
+        fits: raises PlanError for doors that do not go with what else is asked for; then others are looked for.
         Raises: PlanError for a model that cannot be split by its tokens.
         """
         with self._explained():
-            return self._doors(self._complete(call))
+            found, misfit = self._doors(self._complete(call), fits)
+        if found is None:
+            assert misfit is not None
+            raise misfit
+        return found
 
-    def _doors(self, call: Call) -> Doors:
+    def _doors(self, call: Call, fits: Callable[[Doors], None]) -> tuple[Doors | None, PlanError | None]:
+        """(the doors, or what those that were proved do not go with). Raises: PlanError where none was proved."""
         first: PlanError | None = None
+        misfit: PlanError | None = None
         refused: PlanError | None = None
         tokens, cached = sum(map(len, _TOKENS)), False
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
@@ -144,11 +151,20 @@ class Reader:
         for replicate in (False, True) if self.replicate else (False,):
             for each in self._ways(doors, full, call):
                 try:
-                    return self._proved(each, full, call, replicate=replicate)
+                    found = self._proved(each, full, call, replicate=replicate)
                 except (Unproved, ReadingError) as error:
                     first = first or error
-        assert first is not None
-        raise first
+                    continue
+                try:
+                    fits(found)
+                except PlanError as error:
+                    misfit = misfit or error
+                    continue
+                return found, None
+        if misfit is None:
+            assert first is not None
+            raise first
+        return None, misfit
 
     def _ways(self, doors: Doors, full: Trace, call: Call) -> Iterator[Doors]:
         """As it is; with lines of its code that are of all tokens; and where the model counts positions itself. Others are
@@ -192,7 +208,8 @@ class Reader:
             if name not in doors.whole and (gathers or operation.name == SUM_TOKENS):
                 (ref,) = tensors(operation.args) if gathers else tensors(operation.outputs)
                 count = torch.Size(ref.shape).numel() // (own if gathers else 1)
-                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains))
+                one_row = gathers and operation.args[1] == 0
+                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains, one_row))
         return found
 
     def _wider(self, doors: Doors, call: Call) -> Trace:

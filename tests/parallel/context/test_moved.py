@@ -1,5 +1,5 @@
-"""Lines that read some tokens of a row for others: short convolutions, shifts, running sums, and the hybrids that have them. On
-cp equal to one device, with each message explained; what is not known is refused."""
+"""Lines that read some tokens of a row for others: short convolutions, shifts, running sums, and the hybrids that have them.
+On cp equal to one device, with each message explained; what is not known is refused."""
 
 from __future__ import annotations
 
@@ -80,6 +80,12 @@ class Mixer(nn.Module):
         first = x[:, :1]
         return torch.cat((x[:, 1:], first), 1)
 
+    def averaged(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+    def from_the_end(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[1]).flip(0)[:, None]
+
     def of_two(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 1, -1)) + F.pad(x, (0, 0, 2, -2))
 
@@ -132,7 +138,7 @@ class Model(OwnModel):
 PLAN = mk.Plan(blocks=("blocks.*",))
 KINDS = (
     *("convolved", "convolved_apart", "convolved_twice", "of_the_last", "shifted", "joined", "of_the_next"),
-    *("of_two", "summed", "rolled", "turned", "of_a_table"),
+    *("of_two", "averaged", "from_the_end", "summed", "rolled", "turned", "of_a_table"),
 )
 
 
@@ -186,7 +192,7 @@ def observed(kind: str, recompute: str) -> tuple[Counter[Message], Counter[Messa
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [("convolved", "none"), ("convolved_twice", "full"), ("joined", "full")]
+    ("kind", "recompute"), [("convolved", "none"), ("convolved_twice", "full"), ("from_the_end", "none")]
 )
 def test_what_is_gathered_is_explained(kind: str, recompute: str) -> None:
     assert_alike(pool(2).run(observed, kind, recompute))
@@ -215,7 +221,7 @@ def said_of_rows_end_to_end(kind: str, of_rows: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["mean", "convolved"])
+@pytest.mark.parametrize("kind", ["mean", "convolved", "from_the_end"])
 def test_rows_that_are_laid_end_to_end_are_refused(kind: str) -> None:
     assert all("laid end to end" in text for text in pool(2).run(said_of_rows_end_to_end, kind, 2))
 
