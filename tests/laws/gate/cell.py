@@ -102,7 +102,8 @@ class Cell:
 
     def refusals(self) -> list[Refusal]:
         """Why the plan must be refused, here or on the mesh that goes on."""
-        found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= self.features()]
+        features = self.features()
+        found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= features]
         if self.resume and self.resume != self.mesh:
             told = {**vars(self), "mesh": self.resume, "schedule": "1f1b", "resume": ""}
             found += Cell(**told).refusals()

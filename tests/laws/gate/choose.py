@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import combinations, count, islice
 
 from tests.laws.gate.cell import Cell, draw
@@ -24,7 +25,8 @@ def tuples(cell: Cell, size: int) -> set[tuple[str, ...]]:
     return set(combinations(sorted(cell.features()), size))
 
 
-def covering(cells: int, among: int, draw: Callable[[int, int], Cell] = draw, fewest: int = 1) -> list[Seed]:
+@cache
+def covering(cells: int, among: int, draw: Callable[[int, int], Cell] = draw, fewest: int = 1) -> tuple[Seed, ...]:
     """So many of the first `among` draws: first those in which any two features meet, then others on few ranks.
 
     fewest: ranks of a cell.
@@ -45,4 +47,4 @@ def covering(cells: int, among: int, draw: Callable[[int, int], Cell] = draw, fe
         elif worth or seed[1] < 4:
             chosen.append(seed)
             met |= meets[seed]
-    return sorted(chosen, key=lambda seed: (seed[1], seed[0]))
+    return tuple(sorted(chosen, key=lambda seed: (seed[1], seed[0])))
