@@ -218,9 +218,9 @@ class Backward:
             if tile.kind == ANTI:
                 tile_rows, tile_keys = ([tensor.flip(2) for tensor in each] for each in (tile_rows, tile_keys))
             dout_T, q_T, out_T, lse_T = tile_rows
-            grads = self.kernel.backward(dout_T, q_T, *tile_keys, out_T, lse_T, tile.kind != FULL, self.scale)
+            grads = list(self.kernel.backward(dout_T, q_T, *tile_keys, out_T, lse_T, tile.kind != FULL, self.scale))
             if tile.kind == ANTI:
-                grads = tuple(grad.flip(2) for grad in grads)
+                grads = [grad.flip(2) for grad in grads]
             # In place into the caller's sums: a tile touches only its own rows and keys.
             for total, grad, place in zip(totals, grads, (q_rows, k_rows, k_rows), strict=True):
                 total[:, :, place] += grad
