@@ -71,8 +71,8 @@ class World:
     def __init__(self, size: int) -> None:
         self.size, self.runs = size, 0
         self._folder = tempfile.mkdtemp(prefix="meshkit-world-")
-        # As torchrun has it. Who waits for a key is told when it comes; of a file he would ask every 10 ms, and ranks wait for
-        # keys in each group that they make, and in each module of a first step.
+        # As torchrun has it. Who waits for a key is told when it comes; of a file he would ask every 10 ms, and ranks wait
+        # for keys in each group that they make, and in each module of a first step.
         self._store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
