@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # each of many processes would compile the tests, with their asserts rewritten, again
 
 .PHONY: install demo test test-deep gate gpu zoo accuracy check docs clean
 
@@ -16,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/torchrun --nproc-per-node 4 examples/llama_pretrain.py --mesh "dp_shard=2 tp=2" --out runs/demo
 
-# A worker for each core; then, with the machine to themselves, the tests that compare times.
+# A worker for each core; then, with the machine to themselves, the tests that compare times, of the files that have such.
 PYTEST := $(BIN)/python -m pytest
 TURN := commit
 WORKERS := -n auto --maxprocesses 4
@@ -24,7 +25,7 @@ WORKERS := -n auto --maxprocesses 4
 # Of the dear ones a quarter, another one each day; test-deep runs all, on more cells.
 test: install
 	MESHKIT_TEST_TURN=$(TURN) $(PYTEST) $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gate and not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 
 test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(MAKE) test TURN=

@@ -101,14 +101,14 @@ def main() -> None:
     student = teacher = optimizer = scheduler = None  # on ranks that have none
     build_student = partial(build, config, student_mesh)
     if student_mesh.here:
+        if config.pretrained is not None:  # before a teacher is trained, so that a bad folder is refused at once
+            student = run_from(config.pretrained, build_student)
         first_policy(dataclasses.replace(config, pretrained=config.teacher), build_student, tasks, tokenizer)
     dist.barrier()  # until the folder is written
     if teacher_mesh.here:
         teacher = run_from(config.teacher or config.out / "sft-model", partial(build, config, teacher_mesh))
     if student_mesh.here:
-        if config.pretrained is not None:
-            student = run_from(config.pretrained, build_student)
-        else:
+        if student is None:
             half = {"hidden_size": 48, "intermediate_size": 128, "head_dim": 12}
             student = build_student(dataclasses.replace(small_model(tokenizer.vocab_size), **half))
             mk.init_weights(student.model, seed=config.seed, plan=student.plan)

@@ -29,8 +29,8 @@ from meshkit.metrics import ModelFlops
 from meshkit.recipes import (
     ParallelFlags,
     PretrainFlags,
+    RampFlags,
     Session,
-    TrainFlags,
     bits_per_byte,
     print0,
     text_tokens,
@@ -57,7 +57,7 @@ MODELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainFlags, ParallelFlags, PretrainFlags):
+class Config(RampFlags, ParallelFlags, PretrainFlags):
     model: Literal["demo", "llama3.2-1b", "llama3-8b", "llama3-70b", "llama3.1-405b"] = "demo"
     """the shape of the model; its vocabulary is the tokenizer's"""
     out: Path = Path("runs/llama")
@@ -82,7 +82,7 @@ def main() -> None:
     loader = Loader(
         splits.train,
         seq_len=config.seq_len,
-        global_batch=config.global_batch,
+        global_batch=config.batch_ramp(),
         seed=config.seed,
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
@@ -109,16 +109,16 @@ def main() -> None:
     flops = ModelFlops.from_config(run.full_model.config).per_token(config.seq_len)
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
-            batch = next(loader)
+            sequences, batch = loader.global_batch, next(loader)
             with session.trace_pipeline(run):
-                loss = run.forward_backward(batch, microbatches=config.microbatches)
+                loss = run.forward_backward(batch, microbatches=config.microbatches_of(sequences))
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            session.log(loss=loss, grad_norm=norm)
-            session.stop_clock(tokens=config.global_batch * config.seq_len, flops_per_token=flops)
+            session.log(loss=loss, grad_norm=norm, **({"sequences": sequences} if config.last_batch else {}))
+            session.stop_clock(tokens=sequences * config.seq_len, flops_per_token=flops)
             if session.evaluates(step):
                 held_out = bits_per_byte(
                     run,

@@ -26,8 +26,8 @@ from meshkit.metrics import ModelFlops, load_picture, load_scalars
 from meshkit.recipes import (
     ParallelFlags,
     PretrainFlags,
+    RampFlags,
     Session,
-    TrainFlags,
     bits_per_byte,
     print0,
     text_tokens,
@@ -52,7 +52,7 @@ MODELS = {"demo": DEMO, "qwen3-30b-a3b": mk.models.QWEN3_30B_A3B, "mixtral-8x7b"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainFlags, ParallelFlags, PretrainFlags):
+class Config(RampFlags, ParallelFlags, PretrainFlags):
     model: Literal["demo", "qwen3-30b-a3b", "mixtral-8x7b"] = "demo"
     """the shape of the model; its vocabulary is the tokenizer's"""
     out: Path = Path("runs/moe")
@@ -103,7 +103,7 @@ def main() -> None:
     loader = Loader(
         splits.train,
         seq_len=config.seq_len,
-        global_batch=config.global_batch,
+        global_batch=config.batch_ramp(),
         seed=config.seed,
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
@@ -132,9 +132,9 @@ def main() -> None:
     flops = active.per_token(config.seq_len)  # an upper bound, as in llama_pretrain.py
     with Session(run, config, optimizer=optimizer, scheduler=scheduler, loader=loader) as session:
         for step in session.steps():
-            batch = next(loader)
+            sequences, batch = loader.global_batch, next(loader)
             with session.trace_pipeline(run):
-                loss = run.forward_backward(batch, microbatches=config.microbatches)
+                loss = run.forward_backward(batch, microbatches=config.microbatches_of(sequences))
             norm = mk.clip_grad_norm(run, config.clip)
             if session.guard.allows(run, norm, step=step):
                 optimizer.step()
@@ -147,7 +147,7 @@ def main() -> None:
             session.log(**{f"auxiliary/{kind}": value for kind, value in losses.items()})
             if run.dropped_share is not None:
                 session.log(**{"load/dropped_share": run.dropped_share})
-            session.stop_clock(tokens=config.global_batch * config.seq_len, flops_per_token=flops)
+            session.stop_clock(tokens=sequences * config.seq_len, flops_per_token=flops)
             if session.evaluates(step):
                 held_out = bits_per_byte(
                     run,

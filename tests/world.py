@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preload"])
 STARTUP_S = 60.0
@@ -69,11 +71,14 @@ class World:
     def __init__(self, size: int) -> None:
         self.size, self.runs = size, 0
         self._folder = tempfile.mkdtemp(prefix="meshkit-world-")
+        # As torchrun has it. Who waits for a key is told when it comes; of a file he would ask every 10 ms, and ranks wait
+        # for keys in each group that they make, and in each module of a first step.
+        self._store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
             here, there = CONTEXT.Pipe()
-            process = fork(_serve, rank, size, self._folder, there, daemon=True)
+            process = fork(_serve, rank, size, self._store.port, self._folder, there, daemon=True)
             there.close()
             self._connections.append(here)
             self._processes.append(process)
@@ -117,6 +122,7 @@ class World:
             process.join(5)
         for connection in self._connections:
             connection.close()
+        self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _collect(self, timeout_s: float, what: str) -> list[Any]:
@@ -256,7 +262,7 @@ def _end_pools() -> None:
             world.kill()
 
 
-def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, folder: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -269,7 +275,7 @@ def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     _share_one_device()
     try:
-        store = dist.FileStore(os.path.join(folder, "store"), size)
+        store = TCPStore("127.0.0.1", port, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         connection.send((True, None))
         while True:

@@ -170,16 +170,20 @@ class Forward:
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
         """k, v: [B, S, K, D], one piece. tiles: their key places count from the first key of the piece."""
-        for tile in tiles if self.q.numel() else ():  # a rank may have no heads, and kernels refuse empty tensors
+        if not self.q.numel():  # a rank may have no heads, and kernels refuse empty tensors
+            return
+        # Transposed once and not for each tile: a row of many documents has many, and small ones.
+        q_BHTD, k_BKSD, v_BKSD, out_BHTD = _heads_first(self.q, k, v, self.out)
+        lse_BHT = rearrange(self.lse, "b t h -> b h t")
+        for tile in tiles:
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            q_T, k_S, v_S = self.q[:, q_rows], k[:, k_rows], v[:, k_rows]
+            q_T, k_S, v_S = q_BHTD[:, :, q_rows], k_BKSD[:, :, k_rows], v_BKSD[:, :, k_rows]
             if tile.kind == ANTI:
-                q_T, k_S, v_S = q_T.flip(1), k_S.flip(1), v_S.flip(1)
-            out, lse = self.kernel.forward(*_heads_first(q_T, k_S, v_S), tile.kind != FULL, self.scale)
-            out, lse = rearrange(out, "b h t d -> b t h d"), rearrange(lse, "b h t -> b t h")
+                q_T, k_S, v_S = q_T.flip(2), k_S.flip(2), v_S.flip(2)
+            out, lse = self.kernel.forward(q_T, k_S, v_S, tile.kind != FULL, self.scale)
             if tile.kind == ANTI:
-                out, lse = out.flip(1), lse.flip(1)
-            _merge(self.out[:, q_rows], self.lse[:, q_rows], out, lse)
+                out, lse = out.flip(2), lse.flip(2)
+            _merge(out_BHTD[:, :, q_rows], lse_BHT[:, :, q_rows], out, lse)
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -200,26 +204,26 @@ class Backward:
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], dk: Tensor, dv: Tensor) -> None:
         """dk, dv: [B, S, K, D] in the accumulator's dtype; the piece's gradients are added to them, in place."""
-        for tile in tiles if self.q.numel() else ():
+        if not self.q.numel():
+            return
+        rows = _heads_first(self.dout, self.q, self.out)
+        lse_BHT = rearrange(self.lse, "b t h -> b h t")
+        keys = _heads_first(k, v)
+        totals = _heads_first(self.dq, dk, dv)
+        for tile in tiles:
             q_rows, k_rows = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             # Rows and keys reversed make an ANTI tile causal; sums over them do not mind, and the gradients are turned back.
-            rows = [tensor[:, q_rows] for tensor in (self.dout, self.q, self.out, self.lse)]
-            keys = [k[:, k_rows], v[:, k_rows]]
+            tile_rows = [tensor[:, :, q_rows] for tensor in (*rows, lse_BHT)]
+            tile_keys = [tensor[:, :, k_rows] for tensor in keys]
             if tile.kind == ANTI:
-                rows, keys = [tensor.flip(1) for tensor in rows], [tensor.flip(1) for tensor in keys]
-            dout_T, q_T, out_T, lse_T = rows
-            heads_first = self.kernel.backward(
-                *_heads_first(dout_T, q_T, *keys, out_T),
-                rearrange(lse_T, "b t h -> b h t"),
-                tile.kind != FULL,
-                self.scale,
-            )
-            grads = [rearrange(grad, "b h t d -> b t h d") for grad in heads_first]
+                tile_rows, tile_keys = ([tensor.flip(2) for tensor in each] for each in (tile_rows, tile_keys))
+            dout_T, q_T, out_T, lse_T = tile_rows
+            grads = list(self.kernel.backward(dout_T, q_T, *tile_keys, out_T, lse_T, tile.kind != FULL, self.scale))
             if tile.kind == ANTI:
-                grads = [grad.flip(1) for grad in grads]
+                grads = [grad.flip(2) for grad in grads]
             # In place into the caller's sums: a tile touches only its own rows and keys.
-            for total, grad in zip((self.dq[:, q_rows], dk[:, k_rows], dv[:, k_rows]), grads, strict=True):
-                total += grad
+            for total, grad, place in zip(totals, grads, (q_rows, k_rows, k_rows), strict=True):
+                total[:, :, place] += grad
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from meshkit.data.text.tokens import TokenWriter as TokenWriter
 from meshkit.data.balance import Balance as Balance
 from meshkit.data.balance import balance_tokens as balance_tokens
 from meshkit.data.balance import karmarkar_karp as karmarkar_karp
+from meshkit.data.batch_growth import BatchRamp as BatchRamp
+from meshkit.data.batch_growth import MeasuredBatch as MeasuredBatch
 from meshkit.data.bins import build_rows as build_rows
 from meshkit.data.bins import check_vocabulary as check_vocabulary
 from meshkit.data.bins import first_fit_decreasing as first_fit_decreasing

@@ -6,25 +6,34 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
+from meshkit.data.batch_growth import GlobalBatch, MeasuredBatch, check_batch, sequences_after
 from meshkit.errors import DataError
 
 
 class Cursor:
     """Samples and steps taken so far of a sequence in which every epoch is shuffled anew by (seed, epoch).
 
-    identity: what fixes the sequence; a state with another is refused.
+    seq_len: tokens of a sample, for a global batch that grows with them. identity: what fixes the sequence; a state with
+    another is refused.
     Raises: DataError for a global batch of less than 1.
     """
 
     def __init__(
-        self, *, per_epoch: int, global_batch: int, seed: int, max_steps: int | None, identity: Mapping[str, Any]
+        self,
+        *,
+        per_epoch: int,
+        global_batch: GlobalBatch,
+        seq_len: int = 1,
+        seed: int,
+        max_steps: int | None,
+        identity: Mapping[str, Any],
     ) -> None:
-        if global_batch < 1:
-            raise DataError(f"global_batch={global_batch}: a step needs at least 1 sample. Give global_batch >= 1.")
+        check_batch(global_batch)
         self.samples = 0
         self.steps = 0
         self._per_epoch = per_epoch
-        self._global_batch = global_batch
+        self._batch = global_batch
+        self._seq_len = seq_len
         self._seed = seed
         self._max_steps = max_steps
         self._identity = dict(identity)
@@ -33,6 +42,11 @@ class Cursor:
     def epoch(self) -> float:
         """Epochs so far, with fractions."""
         return self.samples / self._per_epoch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step."""
+        return sequences_after(self.samples * self._seq_len, self._batch)
 
     def indices(self, rows: range) -> list[int]:
         """Indices of the samples in these rows of the next global batch.
@@ -47,7 +61,7 @@ class Cursor:
 
     def advance(self) -> None:
         """Move on by one global batch."""
-        self.samples += self._global_batch
+        self.samples += self.global_batch
         self.steps += 1
 
     def _sample_at(self, position: int) -> int:
@@ -57,7 +71,8 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         # Nothing in it is a rank's own: all ranks write the same state, of which a checkpoint keeps one, and any
         # number of ranks goes on from it. `steps` does not follow from `samples` once the global batch has changed.
-        return {"samples": self.samples, "steps": self.steps, **self._identity}
+        found = {"samples": self.samples, "steps": self.steps, **self._identity}
+        return {**found, "batch": self._batch.state_dict()} if isinstance(self._batch, MeasuredBatch) else found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing = sorted(({"samples", "steps"} | self._identity.keys()) - state.keys())
@@ -69,6 +84,9 @@ class Cursor:
                     f"the saved data position has {name}={state[name]!r}, but this run has {name}={value!r}, which is "
                     f"another sequence of samples. Give the {name} of the saved run, or start the data afresh."
                 )
+        # Of a run whose batch was not measured there is none: it begins with its first size.
+        if isinstance(self._batch, MeasuredBatch) and "batch" in state:
+            self._batch.load_state_dict(state["batch"])
         self.samples, self.steps = int(state["samples"]), int(state["steps"])
 
 

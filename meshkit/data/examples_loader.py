@@ -10,6 +10,7 @@ import torch
 
 from meshkit.data._cursor import Cursor, check_rank, rank_rows
 from meshkit.data.balance import balance_tokens
+from meshkit.data.batch_growth import GlobalBatch
 from meshkit.data.bins import build_rows, check_vocabulary, first_fit_decreasing, value_names
 from meshkit.data.examples import Unit, members, unit_length, units_fingerprint
 from meshkit.errors import DataError
@@ -21,7 +22,8 @@ Packing = Literal["rows", "step", "balanced", "none"]
 class ExampleLoader:
     """An endless iterator of one data rank's part of each global batch of examples, pairs or other units.
 
-    packing: the kind of sample; each step takes `global_batch` samples.
+    packing: the kind of sample; each step takes `global_batch` samples, or as many as it says of the tokens taken so far,
+    where a sample counts seq_len of them (`BatchRamp`, `MeasuredBatch`).
     "rows": a row of seq_len tokens, filled once for all with as many units as fit. Steps have equal sizes in tokens.
     "step": a unit. The units of a step are packed into as few rows of seq_len as first-fit-decreasing finds, which are then
     made as short as still hold them. Steps have equal numbers of units, and between steps the rows differ.
@@ -42,7 +44,7 @@ class ExampleLoader:
         units: Sequence[Unit],
         *,
         seq_len: int,
-        global_batch: int,
+        global_batch: GlobalBatch,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
@@ -54,7 +56,6 @@ class ExampleLoader:
         check_rank(rank, ranks)
         samples = _samples(units, seq_len, packing, vocab_size)
         self.samples_per_epoch = len(samples)
-        self.global_batch = global_batch
         self._samples = samples
         self._names = value_names(units)
         self._seq_len = seq_len
@@ -64,6 +65,7 @@ class ExampleLoader:
         self._cursor = Cursor(
             per_epoch=len(samples),
             global_batch=global_batch,
+            seq_len=seq_len,
             seed=seed,
             max_steps=max_steps,
             # Neither the global batch nor the number of ranks: the sequence of samples does not depend on them, and a
@@ -75,6 +77,11 @@ class ExampleLoader:
     def epoch(self) -> float:
         """How many times the data has been seen so far, in parts of an epoch too."""
         return self._cursor.epoch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step, over all ranks."""
+        return self._cursor.global_batch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshkit.data._cursor import Cursor, check_rank, rank_rows
+from meshkit.data.batch_growth import GlobalBatch
 from meshkit.data.records import Record
 from meshkit.data.text.packing import pack_batch, sample_count
 from meshkit.data.text.tokens import Tokens
@@ -24,6 +25,8 @@ class Loader:
     `global_batch` of it, on any number of data ranks, also across the end of an epoch. Of each global batch, data
     rank r of n takes the rows from B*r//n to B*(r+1)//n; with fewer rows than ranks some batches are [0, T].
     Batches: input_ids, labels and, if `documents`, position_ids, all int64 [rows, T] (see `pack_sample`).
+    global_batch: or what says it of the tokens taken so far, as `BatchRamp` and `MeasuredBatch` do; `loader.global_batch` is
+    that of the next step.
     Resume: `state_dict` is a few numbers, the same on every rank. They may be loaded with another number of data
     ranks or another global batch: the sequence goes on where it stopped.
     vocab_size: of the model; a file that may hold larger ids is refused.
@@ -36,7 +39,7 @@ class Loader:
         tokens: Tokens,
         *,
         seq_len: int,
-        global_batch: int,
+        global_batch: GlobalBatch,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
@@ -51,14 +54,14 @@ class Loader:
                 f"Give the model at least {tokens.vocab_size}, or build the file with a smaller tokenizer."
             )
         self.samples_per_epoch = sample_count(tokens, seq_len)
-        self.global_batch = global_batch
         self._tokens = tokens
         self._seq_len = seq_len
         self._documents = documents
-        self._rows = rank_rows(global_batch, rank, ranks)
+        self._rank, self._ranks = rank, ranks
         self._cursor = Cursor(
             per_epoch=self.samples_per_epoch,
             global_batch=global_batch,
+            seq_len=seq_len,
             seed=seed,
             max_steps=max_steps,
             # See ExampleLoader: neither the global batch nor the number of ranks.
@@ -70,11 +73,16 @@ class Loader:
         """How many times the data has been seen so far, in parts of an epoch too."""
         return self._cursor.epoch
 
+    @property
+    def global_batch(self) -> int:
+        """Sequences of the next step, over all ranks."""
+        return self._cursor.global_batch
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        indices = self._cursor.indices(self._rows)
+        indices = self._cursor.indices(rank_rows(self.global_batch, self._rank, self._ranks))
         batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
         self._cursor.advance()  # after the batch is built: an error leaves the position as it was
         return batch
@@ -92,7 +100,7 @@ class Loader:
 
     def move(self, mesh: Mesh) -> None:
         """From the next batch on, the part of this rank on another mesh; the sequence goes on. See `Run.move`."""
-        self._rows = rank_rows(self.global_batch, mesh.data_rank, mesh.data_ranks)
+        self._rank, self._ranks = mesh.data_rank, mesh.data_ranks
 
 
 def evaluation_batches(

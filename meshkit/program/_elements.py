@@ -28,6 +28,15 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def take(numbers: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """`index_select`; where indices follow each other, as most parts do, a view: compared with another of the same it is
+    `equal` at once."""
+    first = int(indices[0]) if len(indices) else 0
+    if torch.equal(indices, torch.arange(first, first + len(indices))):
+        return numbers.narrow(dim, first, len(indices))
+    return numbers.index_select(dim, indices)
+
+
 class TooLarge(Exception):
     """A tensor that would have to be followed element by element, and is too large for it."""
 
@@ -80,7 +89,7 @@ class Part:
         if count > _LARGEST:
             raise TooLarge
         full = torch.arange(self.base, self.base + count).view(self.shape)
-        return (full if self.indices is None else full.index_select(self.dim, self.indices)).flatten()
+        return (full if self.indices is None else take(full, self.dim, self.indices)).flatten()
 
 
 class Replay:
@@ -147,6 +156,12 @@ class Replay:
         self._values.pop(ref.storage, None)
         torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(numbers)
         self._elements[ref.storage] = flat
+
+    def define_constant(self, ref: TensorRef, value: Tensor) -> None:
+        """Of new memory, all of it."""
+        flat = torch.zeros(self._size(ref.storage), dtype=ref.dtype)
+        torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(value)
+        self._values[ref.storage] = flat
 
     def _size(self, storage: int) -> int:
         return self.trace.storages[storage].size
@@ -225,9 +240,7 @@ class Replay:
             if operation.op._schema.is_mutable and ref.storage in self._values:
                 self._elements.pop(ref.storage, None)
                 continue
-            flat = torch.zeros(self._size(ref.storage), dtype=tensor.dtype)
-            torch.as_strided(flat, ref.shape, ref.stride, ref.offset).copy_(tensor)
-            self._values[ref.storage] = flat
+            self.define_constant(ref, tensor)
         return True
 
     def _fill(self, operation: Operation, out: TensorRef) -> bool:

@@ -303,4 +303,5 @@ _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     **dict.fromkeys(("linalg_solve_triangular", "linalg_inv_ex", "linalg_cholesky_ex"), _matrices),
     **dict.fromkeys(("view_as_complex", "view_as_real"), _last_pair),
     **dict.fromkeys(("_to_copy", "copy", "polar", "complex", "masked_fill", "fill", "where"), _pointwise),
+    "log_sigmoid_forward": _pointwise,
 }

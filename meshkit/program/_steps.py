@@ -125,9 +125,15 @@ def _attend(proof: Walk, operations: Sequence[Operation]) -> None:
 def _all_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
     """Each rank's tokens in, all of them in their order out, read by ranks as they like."""
     assert proof.tokens is not None
-    dim = operations[0].args[1]
+    dim, order = operations[0].args[1], torch.cat(proof.tokens).argsort()
+    known = [rank.replay.constant(source) for rank, _, source, _ in proof.each(operations)]
+    if all(value is not None for value in known):
+        of_all = torch.cat(known, dim).index_select(dim, order)  # type: ignore[arg-type]
+        for rank, _, _, out in proof.each(operations):
+            rank.replay.define_constant(out, of_all)
+        return
     parts = [rank.replay.elements(source) for rank, _, source, _ in proof.each(operations)]
-    joined = torch.cat(parts, dim).index_select(dim, torch.cat(proof.tokens).argsort())
+    joined = torch.cat(parts, dim).index_select(dim, order)
     for rank, operation, source, out in proof.each(operations):
         if rank.needs_gradient(source):
             proof.require(rank, operation, source, "varying")
@@ -139,6 +145,9 @@ def _own_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
     assert proof.tokens is not None
     for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
         (source,), (out,) = tensors(operation.args), tensors(operation.outputs)
+        if (known := rank.replay.constant(source)) is not None:
+            rank.replay.define_constant(out, known.index_select(operation.args[1], own))
+            continue
         proof.require(rank, operation, source, "replicated")
         rank.define(out, rank.replay.elements(source).index_select(operation.args[1], own), "varying")
 

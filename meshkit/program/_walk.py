@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshkit.core._torch import tree_map
 from meshkit.errors import PlanError
-from meshkit.program._elements import Numbers, Part, Replay, equal
+from meshkit.program._elements import Numbers, Part, Replay, equal, take
 from meshkit.program._records import CLOSED, CLOSED_BY_VALUE, Operation, TensorRef, Trace, tensors
 from meshkit.program._rules import EXPERTS_OF_PARTS, Dims, dims
 from meshkit.program._states import Held, Kind, Slice, Unproved
@@ -169,7 +169,7 @@ class Walk:
                 elements = self.full.elements(out)
                 if kind == "varying" and name is not None:
                     assert rule is not None
-                    elements = elements.index_select(rule.outputs[position].index(name), indices)
+                    elements = take(elements, rule.outputs[position].index(name), indices)
                 elements = self._aligned(elements, len(own.shape))
                 if tuple(elements.shape) != own.shape:
                     raise Unproved(f"{rank.where(local)}: its output is {own}, and should be {list(elements.shape)}.")
@@ -305,7 +305,7 @@ class Walk:
         if self.tokens is not None:  # of values that repeat, other tokens would fit too
             own = self.tokens[self.ranks.index(rank)]
             for dim in range(a.ndim):
-                if a.shape[dim] == self.all_tokens and torch.equal(a.index_select(dim, own), b):
+                if a.shape[dim] == self.all_tokens and equal(take(a, dim, own), b):
                     return Slice(dim, own)
         uneven = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
         for dim in uneven if len(uneven) == 1 else range(a.ndim) if not uneven else ():
@@ -321,7 +321,7 @@ class Walk:
         if fast is not None:
             return fast.indices is not None and fast.dim == dim and torch.equal(fast.indices, indices)
         a = self.full.elements(full)
-        return torch.equal(a.index_select(dim, indices), self._aligned(rank.replay.elements(local), a.ndim))
+        return equal(take(a, dim, indices), self._aligned(rank.replay.elements(local), a.ndim))
 
     def _is_part(self, rank: Rank, full: TensorRef, local: TensorRef, dim: int) -> bool:
         """Whether it is, each place once: of values that repeat, another part would fit too."""
@@ -389,7 +389,7 @@ def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     if not torch.equal(numbers[at], b):
         return None
     indices = places[at]
-    return indices if torch.equal(full.index_select(dim, indices), local) else None
+    return indices if equal(take(full, dim, indices), local) else None
 
 
 def _order(ref: TensorRef, shape: Sequence[int]) -> list[int] | None:

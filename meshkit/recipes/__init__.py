@@ -24,6 +24,7 @@ from .flags import SampledFlags as SampledFlags
 from .flags import SamplerFlags as SamplerFlags
 from .flags import StepFlags as StepFlags
 from .flags import TextFlags as TextFlags
+from .flags import RampFlags as RampFlags
 from .flags import TrainFlags as TrainFlags
 from .inputs import SMALL_PREFERENCE_MODEL as SMALL_PREFERENCE_MODEL
 from .inputs import chat_encoder as chat_encoder

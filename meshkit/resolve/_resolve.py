@@ -14,7 +14,7 @@ from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.context import plan_context, refuse_counted, refuse_whole_tokens
+from meshkit.parallel.context import Doors, plan_context, refuse_counted, refuse_whole_tokens
 from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
@@ -117,6 +117,12 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         ("layout", names.plan, spec.tp, sequence),
         lambda: _tensor_layout(program, names.plan, spec, sequence=sequence),
     )
+
+    def refuse_doors(doors: Doors) -> None:
+        if sequence:
+            refuse_whole_tokens(doors)
+        refuse_counted(doors, sequence=sequence, compiled=bool(strategy.compile), tp=spec.tp)
+
     reading = plan_context(
         program,
         strategy.context,
@@ -125,10 +131,8 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         closed=closed,
         unproved=strategy.unproved,
         blocks=names.blocks or None,
+        fits=refuse_doors,
     )
-    if sequence:
-        refuse_whole_tokens(reading[1])
-    refuse_counted(reading[1], sequence=sequence, compiled=bool(strategy.compile), tp=spec.tp)
     refuse_sequence_balance(program.model, cp=spec.cp)
 
     choices = choose(

@@ -7,6 +7,9 @@ import io
 import pickle
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
+from inspect import unwrap
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from meshkit.strategy import Strategy
 def resolve_together(program: Program, strategy: Strategy, mesh: Mesh) -> Resolved:
     """`resolve` on every rank of the mesh. The model is read and proved by the first rank alone, which takes seconds.
 
-    Wire: a gather of two digests; a broadcast of what was decided, some kilobytes.
+    Wire: a gather of three digests; a broadcast of what was decided, some kilobytes.
     Raises: PlanError on all ranks, if some have another model, another strategy, or what `resolve` refuses.
     """
     device = mesh.device.type
@@ -98,7 +101,13 @@ def _own(program: Program, strategy: Strategy) -> dict[str, Any]:
 
 
 def _refuse_other_programs(program: Program, strategy: Strategy, mesh: Mesh) -> None:
-    own = {"model": _digest(_listed(program.model)), "strategy": _digest(_plain(strategy))}
+    model = program.model
+    shown = {
+        "model": (type(model).__name__, _listed(model)),
+        "code of the model": (f"{type(model).__name__} of {_file_of(type(model))}", _code_of(model)),
+        "strategy": (str(strategy), _plain(strategy)),
+    }
+    own = {what: _digest(value) for what, (_, value) in shown.items()}
     told = torch.empty(mesh.spec.world_size * len(own), dtype=torch.int64, device=mesh.device)
     dist.all_gather_into_tensor(told, torch.tensor([*own.values()], device=mesh.device), group=mesh.group)
     for what, of_ranks in zip(own, told.view(-1, len(own)).T.tolist(), strict=True):
@@ -106,7 +115,7 @@ def _refuse_other_programs(program: Program, strategy: Strategy, mesh: Mesh) -> 
         if others:
             raise PlanError(
                 f"parallelize: ranks {others} were given another {what} than rank 0. Give the same one on every rank of the "
-                f"mesh; here it is {type(program.model).__name__ if what == 'model' else strategy}."
+                f"mesh; here it is {shown[what][0]}."
             )
 
 
@@ -116,6 +125,25 @@ def _listed(model: nn.Module) -> Any:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     return [(name, type(module).__qualname__, module.training) for name, module in model.named_modules()], named
+
+
+def _code_of(model: nn.Module) -> Any:
+    """Where the forward of each class of module stands, and what it does: ranks are told of lines of it."""
+    found = set()
+    for kind in {type(module) for module in model.modules()}:
+        code = _forward_of(kind)
+        if code is not None and not kind.__module__.startswith("torch."):
+            found.add((kind.__qualname__, _file_of(kind), code.co_firstlineno, code.co_code))
+    return sorted(found)
+
+
+def _forward_of(kind: type[nn.Module]) -> CodeType | None:
+    return getattr(unwrap(kind.forward), "__code__", None)
+
+
+def _file_of(kind: type[nn.Module]) -> str:
+    code = _forward_of(kind)
+    return Path(code.co_filename).name if code is not None else "an unknown file"
 
 
 def _plain(value: Any) -> Any:

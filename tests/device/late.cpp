@@ -44,7 +44,6 @@ namespace {
 constexpr auto LATE = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 8;
 using Clock = std::vector<int64_t>; // how much of each lane (a stream, by number) is known to be over
-using Guard = std::lock_guard<std::recursive_mutex>;
 
 // ------------------------------------------------------------------------------------------------- streams and what they queue
 
@@ -85,6 +84,26 @@ struct Freed {
 };
 
 std::recursive_mutex mutex;
+
+// The device's lock, waited for without the interpreter's: torch.Event.query and others keep that, and a thread that has the
+// device's may wait for gloo, whose own thread needs the interpreter's to let hooks of saved tensors go (it runs under the
+// state of the thread that launched). CUDA calls Python under none of its locks.
+struct Guard {
+  Guard() {
+    if (mutex.try_lock()) return;
+    if (PyGILState_Check()) {
+      pybind11::gil_scoped_release released;
+      mutex.lock();
+    } else {
+      mutex.lock();
+    }
+  }
+  Guard(const Guard&) = delete;
+  ~Guard() {
+    mutex.unlock();
+  }
+};
+
 std::mutex freeing; // apart, since memory is freed while the interpreter's lock is held
 std::deque<Lane> lanes(DEVICES); // the first are default streams
 Clock host;
@@ -323,7 +342,7 @@ void give_back(void* address) {
 }
 
 c10::DataPtr take(size_t bytes, int owner, c10::Device device) {
-  Guard lock(mutex);
+  Guard lock;
   take_freed();
   void* address = nullptr;
   TORCH_CHECK(posix_memalign(&address, 64, std::max<size_t>(bytes, 64)) == 0, "late: no memory for ", bytes, " bytes");
@@ -405,7 +424,7 @@ struct Device final : c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    Guard lock(mutex);
+    Guard lock;
     lanes.emplace_back();
     return stream_of(static_cast<int>(lanes.size()) - 1, whole(device));
   }
@@ -418,7 +437,7 @@ struct Device final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Moment*>(event);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     if (*event == nullptr) *event = new Moment;
     auto& lane = lanes[lane_of(stream)];
@@ -427,7 +446,7 @@ struct Device final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     join(lanes[lane_of(stream)].clock, static_cast<Moment*>(event)->clock);
   }
@@ -439,30 +458,30 @@ struct Device final : c10::impl::DeviceGuardImplInterface {
     return over;
   }
   bool queryEvent(void* event) const override {
-    Guard lock(mutex);
+    Guard lock;
     return event == nullptr || query(static_cast<Moment*>(event)->clock);
   }
   bool queryStream(const c10::Stream& stream) const override {
-    Guard lock(mutex);
+    Guard lock;
     return query(lanes[lane_of(stream)].clock);
   }
   void synchronizeEvent(void* event) const override {
-    Guard lock(mutex);
+    Guard lock;
     if (event != nullptr) host_waits_for(static_cast<Moment*>(event)->clock);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    Guard lock(mutex);
+    Guard lock;
     host_waits_for(lanes[lane_of(stream)].clock);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     Clock all;
     for (auto& lane : lanes) all.push_back(lane.queued);
     host_waits_for(all);
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
-    Guard lock(mutex);
+    Guard lock;
     if (auto* block = block_of(static_cast<const char*>(pointer.get()))) block->recorded.insert(lane_of(stream));
   }
   double elapsedTime(void* one, void* other, const c10::DeviceIndex) const override {
@@ -519,7 +538,7 @@ void resize_bytes(const c10::Storage& storage, size_t bytes) {
   auto *from = static_cast<char*>(storage.mutable_data()), *to = static_cast<char*>(next.get());
   auto common = std::min(before, bytes);
   if (common) {
-    Guard lock(mutex);
+    Guard lock;
     enqueue(here(), "resize", {{from, from + common}}, {{to, to + common}}, [=] { std::memcpy(to, from, common); });
   }
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(next));
@@ -563,7 +582,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {LATE, static_cast<c10::DeviceIndex>(current_device)};
   }
   bool isPinnedPtr(const void* data) const override {
-    Guard lock(mutex);
+    Guard lock;
     auto* block = block_of(static_cast<const char*>(data));
     return block && block->owner < 0;
   }
@@ -691,7 +710,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     if (!seen && !given[i].isGenerator()) key << given[i];
   }
   if (device < 0) device = current_device;
-  Guard lock(mutex);
+  Guard lock;
   const int lane = current_lane[device];
   bool fresh = false; // whether a return is a new tensor, or a view
   for (const auto& ret : schema.returns()) fresh = fresh || !ret.alias_info() || !ret.alias_info()->isWrite();
@@ -871,7 +890,7 @@ at::Tensor& set_source_(at::Tensor& self, const at::Tensor& source) {
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source)) return self;
   bool crosses = late(self) != late(source);
-  Guard lock(mutex);
+  Guard lock;
   const int lane = current_lane[late(self) ? self.device().index() : source.device().index()];
   const at::Tensor& on_cpu = late(self) ? source : self;
   Block* block = crosses && on_cpu.numel() ? block_of(range_of(on_cpu).from) : nullptr;
@@ -897,7 +916,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& self
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  Guard lock(mutex);
+  Guard lock;
   int lane = current_lane[self.device().index()];
   enqueue(lane, "item", {range_of(self)}, {}, [] {});
   host_waits_for(lanes[lane].clock);
@@ -906,7 +925,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  Guard lock(mutex);
+  Guard lock;
   if (auto* block = block_of(static_cast<const char*>(self.storage().data()))) block->recorded.insert(lane_of(stream));
 }
 
@@ -926,14 +945,14 @@ struct Late final : c10d::Work {
   Late(c10d::OpType type, std::vector<at::Tensor> outputs, int lane, Clock clock)
       : c10d::Work(-1, type), outputs_(std::move(outputs)), lane_(lane), clock_(std::move(clock)) {}
   bool isCompleted() override {
-    Guard lock(mutex);
+    Guard lock;
     return at_lane(clock_, lane_) <= lanes[lane_].done;
   }
   bool isSuccess() const override {
     return true;
   }
   void synchronize() override {
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     join(lanes[here()].clock, clock_);
   }
@@ -963,7 +982,7 @@ using Started = c10::intrusive_ptr<c10d::Work>;
 
 struct Group final : c10d::Backend {
   explicit Group(c10::intrusive_ptr<c10d::Backend> gloo) : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
-    Guard lock(mutex);
+    Guard lock;
     lanes.emplace_back();
     lane_ = static_cast<int>(lanes.size()) - 1;
   }
@@ -999,7 +1018,7 @@ struct Group final : c10d::Backend {
   Started launch(
       c10d::OpType type, const std::string& name, const Tensors& inputs, const Tensors& outputs,
       const std::function<Started(Tensors&, Tensors&)>& start, double scale = 1.0) {
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     for (auto* all : {&inputs, &outputs})
       for (auto& each : *all) TORCH_CHECK(late(each), "late: ", name, " got a tensor on ", each.device());
@@ -1147,7 +1166,7 @@ struct Group final : c10d::Backend {
   }
   Started barrier(const c10d::BarrierOptions&) override { // the host waits, as on NCCL
     {
-      Guard lock(mutex);
+      Guard lock;
       host_waits_for(lanes[here()].clock);
     }
     c10d::BarrierOptions plain;
@@ -1200,12 +1219,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.attr("DEVICES") = DEVICES;
   m.def("configure", [](double by_chance, uint64_t seed) {
-    Guard lock(mutex);
+    Guard lock;
     eager = by_chance;
     dice.seed(seed);
   });
   m.def("races", [] {
-    Guard lock(mutex);
+    Guard lock;
     take_freed();
     std::vector<std::string> taken;
     taken.swap(races);
@@ -1214,14 +1233,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("counts", [] { return std::make_tuple(operations, host_waits); });
   m.def("register_host", [](int64_t address, int64_t bytes) {
-    Guard lock(mutex);
+    Guard lock;
     auto* start = reinterpret_cast<char*>(address);
     blocks[start] = Block{start, static_cast<size_t>(bytes), -1, {}, {}};
   });
   m.def(
       "unregister_host",
       [](int64_t address) {
-        Guard lock(mutex);
+        Guard lock;
         device_guard.synchronizeDevice(0);
         blocks.erase(reinterpret_cast<char*>(address));
       },

@@ -32,6 +32,7 @@ class Mistake:
 
 HOST = Cell(offload="host", microbatches=2)
 DISK = Cell(offload="disk", microbatches=2)
+DISK_OF_RANKS = Cell(mesh="dp_shard=2", offload="disk", optimizer="host", microbatches=2)
 OPTIMIZER = Cell(optimizer="host", microbatches=3)
 ONE_BATCH = Cell(optimizer="host")
 TENSOR = Cell(mesh="tp=2")
@@ -119,6 +120,13 @@ MISTAKES = [
         old="self._left.synchronize()",
         new="pass",
         cell=DISK,
+    ),
+    Mistake(
+        name="a file is written before what the gathered parameters give has come",
+        file=DISK_TIER,
+        old="self._left.synchronize()",
+        new="pass",
+        cell=DISK_OF_RANKS,
     ),
     Mistake(
         name="what was read is used before it arrives",

@@ -16,6 +16,8 @@ CELLS = list(dict.fromkeys(mistake.cell for mistake in MISTAKES))
 WIDER = [
     Cell(sizes="uneven", mesh="dp_shard=2", offload="host", optimizer="host", recompute="selective", microbatches=2),
     Cell(offload="disk", optimizer="host", microbatches=2),
+    Cell(model="tied", mesh="pp=2", microbatches=3, offload="disk"),
+    Cell(model="moe", mesh="dp_shard=2 ep=2", recompute="selective", offload="disk"),
 ]
 
 

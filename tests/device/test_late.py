@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.device.world import run
 
@@ -100,3 +103,22 @@ def _threads() -> tuple[int, int]:
 def test_backward_has_a_thread_of_its_own() -> None:
     [((caller, backward), _)] = run(1, _threads)
     assert caller != backward
+
+
+def _asked_meanwhile() -> float:
+    """A thread waits for a sum that the other rank begins late, while this one asks whether it is over."""
+    values = torch.full((SIZE,), 1.0 + dist.get_rank(), device="late")
+    time.sleep(0.5 * dist.get_rank())
+    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # gloo's thread takes them along
+        dist.all_reduce(values, async_op=True).wait()
+    event = torch.accelerator.current_stream().record_event()
+    waiter = threading.Thread(target=event.synchronize)
+    waiter.start()
+    while waiter.is_alive():
+        event.query()
+    waiter.join()
+    return float(values.sum())
+
+
+def test_a_thread_that_waits_for_another_rank_holds_up_no_python() -> None:
+    assert run(2, _asked_meanwhile, timeout_s=60.0) == [(3.0 * SIZE, [])] * 2

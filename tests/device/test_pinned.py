@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -65,9 +66,8 @@ def pinned_by_part(cell: Cell) -> dict[str, list[int]]:
     return parts
 
 
-@pytest.mark.parametrize(("offload", "mesh"), [("host", "dp_shard=1"), ("host", "dp_shard=2"), ("disk", "dp_shard=1")])
+@pytest.mark.parametrize(("offload", "mesh"), list(product(("host", "disk"), ("dp_shard=1", "dp_shard=2"))))
 def test_no_step_pins_memory_and_what_the_first_has_taken_is_pinned_once(offload: str, mesh: str) -> None:
-    """To the disk on one rank: on two ranks of `late` its threads and collectives wait for each other."""
     cell = Cell(mesh=mesh, offload=offload, optimizer="host", microbatches=2)
     for parts, races in run(cell.spec.world_size, pinned_by_part, cell):
         assert races == []

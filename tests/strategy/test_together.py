@@ -63,6 +63,11 @@ def given(what: str, rank: int) -> None:
         model.get_submodule("norm").requires_grad_(False)
     if what == "dtype" and odd:
         model.double()
+    if what == "code" and odd:
+        made: dict[str, Any] = {"Base": type(model.get_submodule("norm"))}
+        lines = "\n\nclass RMSNorm(Base):\n    def forward(self, x):\n        return super(RMSNorm, self).forward(x)\n"
+        exec(compile(lines, "other_norms.py", "exec"), made)
+        model.get_submodule("norm").__class__ = made["RMSNorm"]
     strategy = Strategy(
         zero=2 if what == "zero" and odd else 3,
         memory=mk.MemoryPolicy(recompute="full" if what == "recompute" and odd else "none"),
@@ -74,6 +79,7 @@ def given(what: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("what", "named"),
     [(each, "model") for each in ("layers", "frozen", "dtype")]
+    + [("code", "code of the model")]
     + [(each, "strategy") for each in ("zero", "recompute", "plan")],
 )
 @pytest.mark.parametrize("rank", [0, 1])

@@ -11,6 +11,7 @@ import math
 import reprlib
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -343,9 +344,9 @@ def _alarm(timeout_s: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         raise _TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
     # Repeated every 0.1 s: code that swallows the first one, as a bare `except:` does, meets another.
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.1)
     try:
         try:
             yield
@@ -355,6 +356,8 @@ def _alarm(timeout_s: float) -> Iterator[None]:
         # Once more: the timer may have rung within the line above, which then did not stop it. It would ring in training.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left_s:  # the timer of whoever calls goes on; one that would have rung meanwhile rings now
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - began), 1e-3), interval_s)
 
 
 def _add(values: Mapping[str, Value], weights: Sequence[float]) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -103,11 +103,13 @@ def plan_context(
     closed: Mapping[str, str],
     unproved: IfUnproved = "refuse",
     blocks: Sequence[str] | None = None,
+    fits: Callable[[Doors], None] = lambda doors: None,
 ) -> tuple[Reader, Doors]:
     """How the model's attention is reached, proved where it is known what its forward takes. Changes nothing.
 
     closed: modules that are read as one operation. unproved: as in `context_parallel`. blocks: the
-    repeated layers; default: those of `auto_plan`. Raises: PlanError, as that does.
+    repeated layers; default: those of `auto_plan`. fits: raises PlanError for a way that does not go with other choices;
+    then others are looked for. Raises: PlanError, as that does.
     """
     policy.refuse_misfit(size)
     model = program.model
@@ -121,7 +123,7 @@ def plan_context(
     _refuse_dropout(model)
     call = _call(program, policy)
     if call is not None:
-        return reader, reader.doors(call)
+        return reader, reader.doors(call, fits)
     if named or reader.takes_mask:
         return reader, Doors(intercepted=named)
     raise PlanError(
@@ -159,7 +161,8 @@ def refuse_counted(doors: Doors, *, sequence: bool, compiled: bool, tp: int) -> 
             "which is told by its line, and a compiled graph has none" if calls else "which no compiled graph knows"
         )
         raise PlanError(f"{line}, {reason}. Use compile=False, or a mesh without cp.")
-    if tp > 1 and (doors.by_hand or any(not each.gather for sent in doors.sent.values() for each in sent)):
+    of_floats = any(not each.gather or each.dtype.is_floating_point for sent in doors.sent.values() for each in sent)
+    if tp > 1 and (doors.by_hand or of_floats):
         raise PlanError(
             f"{line}, and it is not known how much of what is read of all tokens a rank of tp={tp} has. Use tp=1, or a "
             "mesh without cp."

@@ -18,7 +18,8 @@ from torch import Tensor
 from meshkit.core.noting import noted
 from meshkit.errors import PlanError
 from meshkit.parallel.context._foreign import mask_to_make
-from meshkit.parallel.context._pattern import function_of, pattern_of
+from meshkit.parallel.context._moved import CUT
+from meshkit.parallel.context._pattern import of_all_tokens
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
 from meshkit.parallel.context._whole import gather_tokens
@@ -28,7 +29,6 @@ OWN_POSITIONS = "own_positions"
 PRODUCTS = ("bmm", "baddbmm")
 CONSTANTS = ("ones", "zeros", "full")
 TRIANGLES = ("tril", "triu")
-CUT = "slice"
 PAIRS = (*CONSTANTS, *TRIANGLES, CUT)
 _KEYS = ({1}, {2})  # the dims of tokens of the two factors: queries [b T d] times keys [b d T]
 _VALUES = ({1, 2}, {1})  # weights [b T T] times values [b T d]
@@ -157,15 +157,12 @@ def masks_of_own_rows(
             attention_mask=attention_mask,
             **given,
         )
-    if q_length != mask.tokens or kv_length != mask.tokens:
+    if q_length != mask.tokens or kv_length not in (mask.tokens, mask.row_tokens):
         raise PlanError(f"its mask is of {q_length} × {kv_length} tokens, and this rank has {mask.tokens}.")
-    pattern = pattern_of(mask_function, padded=attention_mask is not None, packed=False)
+    function = of_all_tokens(mask_function, lambda ids: gather_keys(ids[:, : mask.tokens], 1, mask))
+    given["allow_is_causal_skip"] = False  # its own is of as many keys as queries
     of_all = make(
-        batch_size=batch_size,
-        q_length=mask.row_tokens,
-        kv_length=mask.row_tokens,
-        mask_function=function_of(pattern),
-        **given,
+        batch_size=batch_size, q_length=mask.row_tokens, kv_length=mask.row_tokens, mask_function=function, **given
     )
     return own_rows(of_all, mask) if isinstance(of_all, Tensor) else of_all
 

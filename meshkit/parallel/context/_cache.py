@@ -75,10 +75,19 @@ def _cache_of_ranks() -> type[Any]:
         def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
             return _of_all_tokens(indexer_key_states, 1)
 
-        def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-            raise PlanError("it keeps a state of the tokens before, which is on another rank.")
+        def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+            return None
 
-        update_recurrent_state = update_conv_state
+        get_recurrent_state = get_conv_state
+
+        def is_recording_past(self, *args: Any, **kwargs: Any) -> bool:
+            return False
+
+        def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return conv_states  # as a cache of no tokens before gives it
+
+        def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+            raise PlanError("it keeps a state of the tokens before, which is on another rank.")
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
             return 0
@@ -87,7 +96,8 @@ def _cache_of_ranks() -> type[Any]:
             return 0
 
         def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-            return query_length, 0
+            mask = mask_of_forward()
+            return (mask.row_tokens if is_split(mask) else query_length), 0
 
         def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
             return False

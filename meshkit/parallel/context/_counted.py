@@ -1,5 +1,6 @@
 """What a model's own code does with all tokens in a line of its own, and what a rank runs there: positions that it counts
-(torch.arange, or a running sum of what is no padding), the number of tokens as a factor, and sums and means over the tokens.
+(torch.arange), the number of tokens as a factor, sums and means over the tokens, attention by hand, and what reads some
+tokens for others.
 
 The lines are found in the single-device model's program, read on two numbers of tokens: what differs there is the number of
 tokens. That a rank computes the same with them is proved as everything else is; a line that is not only about the tokens is
@@ -27,7 +28,6 @@ from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.parallel.context._by_hand import (
     CONSTANTS,
-    CUT,
     OWN_POSITIONS,
     PAIRS,
     PRODUCTS,
@@ -42,38 +42,51 @@ from meshkit.parallel.context._by_hand import (
     triangle,
 )
 from meshkit.parallel.context._foreign import mask_of_forward
+from meshkit.parallel.context._moved import ALONG, CUT, JOIN, MOVING, Moved, move, moved
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import gather_tokens, is_split, own_tokens
+from meshkit.parallel.context._whole import is_split
 from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
 
 SUM_TOKENS = "sum_tokens"
 
 
+Call = tuple[str, str]  # operator, FILE:LINE
+
+
 @dataclass(frozen=True)
 class Counted:
-    """Lines of a module's code that are about all tokens. calls: (operator, FILE:LINE)."""
+    """Lines of a module's code that are about all tokens. calls: what it does along the tokens, for one that moves them."""
 
     module: str
-    calls: frozenset[tuple[str, str]]
+    calls: Mapping[Call, Moved | None]
 
     @property
     def by_hand(self) -> bool:
         """Whether it attends by products of its own."""
         return any(operator in PRODUCTS for operator, _ in self.calls)
 
+    def without(self, *operators: str) -> Counted:
+        return Counted(self.module, {call: line for call, line in self.calls.items() if call[0] not in operators})
+
+    def without_tables(self) -> Counted:
+        """Without cuts of what is as long whatever a row is."""
+        return Counted(
+            self.module, {call: line for call, line in self.calls.items() if line is None or set(line.before) != {None}}
+        )
+
     def open(self, model: nn.Module) -> None:
         module = model.get_submodule(self.module)
-        patch_class(module, forward=_of_all_tokens(type(module).forward, tuple(sorted(self.calls))))
+        patch_class(module, forward=_of_all_tokens(type(module).forward, tuple(sorted(self.calls.items()))))
 
 
 def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
     """By module. full, wider: the single-device model's program on two numbers of tokens."""
     if len(full.operations) != len(wider.operations):
         return {}
-    tokens = tuple(_row_tokens(each) for each in (full, wider))
-    found: dict[str, set[tuple[str, str]]] = {}
-    others: set[tuple[str, str]] = set()  # the same line does the same with something else too
+    tokens = _row_tokens(full), _row_tokens(wider)
+    found: dict[str, dict[Call, Moved | None]] = {}
+    others: set[Call] = set()  # the same line does something else too
     for a, b in zip(full.operations, wider.operations, strict=True):
         if isinstance(a.op, str) or a.name != b.name or a.where.startswith(_MASKS):
             continue
@@ -84,20 +97,31 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
         about = _of_tokens(name, a, b, tokens)
         if about is None:
             continue
-        if not about:
+        if about is False:
             others.add(call)
             continue
-        found.setdefault(full.calls[a.call].name, set()).add(call)
+        lines, line = found.setdefault(full.calls[a.call].name, {}), about if isinstance(about, Moved) else None
+        if call not in lines or line is None:  # of a mask a cut of its rows comes first
+            lines[call] = line
+        elif lines[call] not in (None, line):
+            others.add(call)
     # All or nothing of a line: which of its calls is meant could not be told when it runs.
-    return {module: Counted(module, frozenset(calls - others)) for module, calls in found.items() if calls - others}
+    lines_of = {
+        module: {call: line for call, line in calls.items() if call not in others} for module, calls in found.items()
+    }
+    return {module: Counted(module, calls) for module, calls in lines_of.items() if calls}
 
 
 def _row_tokens(trace: Trace) -> int:
     return next(int(ref.shape[1]) for ref in tensors(dict(trace.inputs)) if len(ref.shape) > 1)
 
 
-def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -> bool | None:
-    """Whether an operator reads the number of tokens, or sums over them; None for one that is neither's."""
+def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Moved | bool | None:
+    """Whether an operator reads the number of tokens, or sums over them, or how it moves them; None for what does neither."""
+    if name in MOVING:
+        along = moved(name, a, b, tokens)
+        if name != CUT or isinstance(along, Moved):
+            return along
     if name == "arange":
         (first, after, step), (other_first, other_after, other_step) = _range(a), _range(b)
         whole = (after - first, other_after - other_first) == tokens
@@ -111,8 +135,6 @@ def _of_tokens(name: str, a: Operation, b: Operation, tokens: tuple[int, ...]) -
         return is_of_pairs(name, a, b, tokens)
     refs, others = tensors(a.args), tensors(b.args)
     dims = a.args[1] if len(a.args) > 1 else None
-    if name == _RUNNING and isinstance(dims, int):  # of whole numbers, which are few and have no gradient
-        return not refs[0].dtype.is_floating_point and (refs[0].shape[dims], others[0].shape[dims]) == tokens
     if not isinstance(dims, list) or len(dims) != 1 or not refs[0].dtype.is_floating_point or a.kwargs:
         return False
     return (refs[0].shape[dims[0]], others[0].shape[dims[0]]) == tokens
@@ -135,27 +157,28 @@ def positions_known(trace: Trace, own: tuple[int, ...]) -> dict[int, Tensor]:
 
 def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
     """Which lines are about all tokens: a line for each place in the code."""
-    modules: dict[tuple[str, str], list[str]] = {}
+    modules: dict[tuple[Call, str], list[str]] = {}
     for name, each in counted.items():
         for call in sorted(each.calls):
-            modules.setdefault(call, []).append(name)
+            meaning = _MEANING[call[0]] if each.calls[call] is None else _MOVED
+            modules.setdefault((call, meaning), []).append(name)
     return [
         f"cp={ranks}: {operator} at {where} in {names[0] or 'the model'}"
-        f"{f' and {len(names) - 1} more' * (len(names) > 1)} is of all tokens: {_MEANING[operator]}"
-        for (operator, where), names in modules.items()
+        f"{f' and {len(names) - 1} more' * (len(names) > 1)} is of all tokens: {meaning}"
+        for ((operator, where), meaning), names in modules.items()
     ]
 
 
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[Call, Moved | None], ...]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
         if not is_split(mask):
             return forward(self, *args, **kwargs)
-        with _Lines(frozenset(calls), mask):
+        with _Lines(dict(calls), mask):
             return forward(self, *args, **kwargs)
 
     # A line is told by its frame: in a graph that somebody compiles around it, it would stay one of a rank's own tokens.
@@ -169,18 +192,20 @@ _busy: ContextVar[bool] = ContextVar("a line of all tokens is running", default=
 class _Lines(TorchFunctionMode):
     """Inside, the lines do what they do of all tokens. A mode, as `Interception`: for this thread and forward only."""
 
-    def __init__(self, calls: frozenset[tuple[str, str]], mask: SplitMask | ReadMask) -> None:
+    def __init__(self, calls: Mapping[Call, Moved | None], mask: SplitMask | ReadMask) -> None:
         super().__init__()
         self.calls, self.mask = calls, mask
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = _OPERATORS.get(getattr(func, "__name__", ""))
-        if operator is None or _busy.get() or (operator, model_line()) not in self.calls:
+        if operator is None or _busy.get() or (call := (operator, model_line())) not in self.calls:
             return func(*args, **kwargs)
         _refuse_checkpoint(operator)
         token = _busy.set(True)
         try:
+            if (line := self.calls[call]) is not None:
+                return move(line, func, self.mask, *args, **kwargs)
             return _RUN[operator](func, self.mask, *args, **kwargs)
         finally:
             _busy.reset(token)
@@ -188,6 +213,8 @@ class _Lines(TorchFunctionMode):
 
 def _arange(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Tensor:
     counted: Tensor = func(*args, **kwargs)
+    if counted.shape[0] == mask.row_tokens != mask.tokens:  # of the keys, which a cache has gathered
+        return counted
     _refuse_other_size("arange", counted.shape[0], mask)
     first = args[0] if len(args) > 1 else kwargs.get("start", 0)
     positions: Tensor = own_positions(counted, first, mask)
@@ -205,24 +232,12 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     dim = args[0] if args else kwargs.get("dim")
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if x.shape[only] == mask.row_tokens:  # of attention by hand, whose columns are all tokens
+    if x.shape[only] == mask.row_tokens != mask.tokens:  # of attention by hand, whose columns are all tokens
         of_columns: Tensor = func(x, *args, **kwargs)
         return of_columns
     _refuse_other_size("a sum", x.shape[only], mask)
     total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
     return total
-
-
-def _running_sum(func: Callable[..., Any], mask: Any, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    if x.dtype.is_floating_point:
-        raise PlanError(
-            f"context parallelism: cumsum at {model_line()} was one of whole numbers when the model was read, but is of "
-            f"{x.dtype} now. Use cp=1, or leave it to the other axes."
-        )
-    _refuse_other_size("cumsum", x.shape[dim], mask)
-    total: Tensor = func(gather_tokens(x, dim, mask), dim, **kwargs)
-    own: Tensor = own_tokens(total, dim, mask)
-    return own
 
 
 def _refuse_checkpoint(operator: str) -> None:
@@ -290,15 +305,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 _MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positions
 _SUMS = ("sum", "mean")
-_RUNNING = "cumsum"
-_NAMES = ("arange", "mul", "div", *_SUMS, _RUNNING, *PRODUCTS, *PAIRS)
+_NAMES = ("arange", "mul", "div", *_SUMS, *MOVING, *PRODUCTS, *PAIRS)
+_MOVED = "it reads some tokens for others, so they are gathered, and what comes out is a rank's own"
 _MEANING = {
     "arange": "positions of a rank's own tokens",
     "mul": "the number of tokens is that of a row",
     "div": "the number of tokens is that of a row",
     "sum": "summed over the ranks",
     "mean": "summed over the ranks",
-    "cumsum": "its whole numbers are gathered",
     **dict.fromkeys(PRODUCTS, "attention by hand, whose keys and values are gathered"),
     **dict.fromkeys(PAIRS, "a mask of which a rank has its rows"),
 }
@@ -308,7 +322,6 @@ _RUN: dict[str, Callable[..., Any]] = {
     "div": _factor,
     "sum": functools.partial(_summed, False),
     "mean": functools.partial(_summed, True),
-    "cumsum": _running_sum,
     "bmm": multiply,
     "baddbmm": multiply_and_add,
     **dict.fromkeys(CONSTANTS, constant),
@@ -320,7 +333,10 @@ _OPERATORS = {
     "arange": "arange",
     "sum": "sum",
     "mean": "mean",
-    "cumsum": "cumsum",
+    **{name: name for name in ALONG},
+    "conv1d": "convolution",
+    "pad": "constant_pad_nd",
+    **dict.fromkeys(("cat", "concat", "concatenate"), JOIN),
     "baddbmm": "baddbmm",
     **{name: name for name in (*CONSTANTS, *TRIANGLES)},
     "__getitem__": CUT,

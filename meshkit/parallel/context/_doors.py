@@ -39,15 +39,18 @@ class Attention:
 @dataclass(frozen=True)
 class Sent:
     """A message of a line. gather: every rank gathers the tokens of a tensor; else a sum over them is summed over the ranks.
-    elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too."""
+    elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too. one_row:
+    whether it is of one row, however many the batch has."""
 
     gather: bool
     elements: int
     dtype: torch.dtype
     trains: bool
+    one_row: bool = False
 
     def size(self, rows: int, tokens: int, compute: torch.dtype) -> int:
         """Bytes of the gathered tensor, or of the sum. tokens: of the longest rank, times the ranks."""
+        rows = 1 if self.one_row else rows
         if not self.gather:
             return rows * self.elements * wide(compute).itemsize
         return rows * tokens * self.elements * (compute if self.dtype.is_floating_point else self.dtype).itemsize
@@ -86,7 +89,7 @@ class Doors:
     @property
     def key(self) -> Hashable:
         """The same of doors that change a module alike."""
-        counted = sorted((name, sorted(each.calls)) for name, each in self.counted.items())
+        counted = sorted((name, sorted(each.calls.items())) for name, each in self.counted.items())
         return self.registry, self.intercepted, repr((self.patterns, self.whole, counted)), self.cached, self.positions
 
     def open(self, module: nn.Module) -> None:

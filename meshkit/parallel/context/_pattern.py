@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
@@ -41,6 +43,8 @@ _PARTS = {
     "causal_mask_function": "causal",
     "bidirectional_mask_function": "full",
     "and_masks": "and",
+    "or_masks": "or",
+    "blockwise_overlay": "blocks",
     "sliding_window_overlay": "window",
     "chunked_overlay": "chunk",
     "packed_sequence_mask_function": "packed",
@@ -54,9 +58,7 @@ def pattern_of(function: Callable[..., Any], *, padded: bool, packed: bool) -> P
 
     Raises: PlanError for functions that are none of theirs, which nothing is known of.
     """
-    name = function.__qualname__.partition(".")[0]
-    kind = _PARTS.get(name) if function.__module__ == "transformers.masking_utils" else None
-    closed = inspect.getclosurevars(function).nonlocals
+    kind, closed = _kind(function)
     if kind == "and":
         return _joined([pattern_of(part, padded=padded, packed=packed) for part in closed["mask_functions"]])
     if kind == "remapped":
@@ -72,21 +74,46 @@ def pattern_of(function: Callable[..., Any], *, padded: bool, packed: bool) -> P
                 "chunked attention counts from the first token that is no padding. Leave attention_mask away."
             )
         return Pattern(causal=False, chunk=int(closed["chunk_size"]))
-    if kind is None:
-        raise PlanError(f"its mask is made by {function.__module__}.{name}, which is no pattern that ranks can follow.")
+    if kind in (None, "or", "blocks"):
+        raise PlanError(f"its mask is made by {_said(function)}, which is no pattern that ranks can follow.")
     return CAUSAL if kind == "causal" else FULL
 
 
-def function_of(pattern: Pattern) -> Callable[..., Any]:
-    """A mask function of transformers with that pattern, of tokens that are one document."""
+def of_all_tokens(function: Callable[..., Any], gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The same mask function of transformers, of the tokens of all ranks, which are one document.
+
+    gather: of ids of a rank's tokens [rows, tokens], those of all. Raises: PlanError, as `pattern_of`, and for chunks, which
+    modules that run on all tokens are given none of.
+    """
     from transformers import masking_utils
 
-    parts = [masking_utils.causal_mask_function] if pattern.causal else [masking_utils.bidirectional_mask_function]
-    if pattern.window is not None:
-        parts.append(masking_utils.sliding_window_overlay(pattern.window))
-    if pattern.chunk is not None:
-        raise PlanError("its mask has chunks, and modules that run on all tokens are given none.")
-    return parts[0] if len(parts) == 1 else masking_utils.and_masks(*parts)
+    kind, closed = _kind(function)
+    if kind in ("and", "or"):
+        join = masking_utils.and_masks if kind == "and" else masking_utils.or_masks
+        joined: Callable[..., Any] = join(*(of_all_tokens(part, gather) for part in closed["mask_functions"]))
+        return joined
+    if kind == "blocks":
+        blocks: Callable[..., Any] = masking_utils.blockwise_overlay(gather(closed["block_sequence_ids"]))
+        return blocks
+    if kind == "remapped":
+        return of_all_tokens(closed["mask_function"], gather)
+    if kind == "packed":
+        one_document: Callable[..., Any] = masking_utils.bidirectional_mask_function
+        return one_document
+    if kind in ("causal", "full", "window"):
+        return function
+    raise PlanError(f"its mask is made by {_said(function)}, which is no pattern that ranks can follow.")
+
+
+def _kind(function: Callable[..., Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """Of which kind it is, and what it closes over."""
+    name = function.__qualname__.partition(".")[0]
+    kind = _PARTS.get(name) if function.__module__ == "transformers.masking_utils" else None
+    return kind, inspect.getclosurevars(function).nonlocals
+
+
+def _said(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__.partition('.')[0]}"
 
 
 def _joined(parts: list[Pattern]) -> Pattern:

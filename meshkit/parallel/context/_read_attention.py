@@ -78,10 +78,11 @@ def read_registry(model: nn.Module, *, packed: bool) -> None:
     use_registry(model, _NAME, _read_attention)
 
 
-def read_calls(module: nn.Module, *, masked: bool) -> None:
-    """Let calls of scaled_dot_product_attention inside of the module be read. masked: whether one with a mask of its own is
-    read as it is, since its module may run on all tokens; else it is refused."""
-    patch_class(module, forward=_with_calls_read(type(module).forward, masked))
+def read_calls(module: nn.Module, *, tokens: int, masked: bool) -> None:
+    """Let calls of scaled_dot_product_attention inside of the module be read that are of so many tokens; those of something
+    else are read as they are. masked: whether one with a mask of its own is too, since its module may run on all tokens; else
+    it is refused."""
+    patch_class(module, forward=_with_calls_read(type(module).forward, tokens, masked))
 
 
 def _describe(
@@ -147,15 +148,18 @@ def _read_dot_products(
     return ReadMask(CAUSAL if is_causal else FULL).attend(q, k, v, scale=scale).transpose(1, 2)
 
 
-def _read_or_run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **given: Any) -> Tensor:
-    run = _read_dot_products if attn_mask is None else F.scaled_dot_product_attention
+def _read_or_run(
+    tokens: int, masked: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **given: Any
+) -> Tensor:
+    of_tokens = tokens in (query.shape[-2], key.shape[-2])
+    run = _read_dot_products if of_tokens and not (masked and attn_mask is not None) else F.scaled_dot_product_attention
     out: Tensor = run(query, key, value, attn_mask, **given)
     return out
 
 
-def _with_calls_read(forward: Callable[..., Any], masked: bool) -> Callable[..., Any]:
+def _with_calls_read(forward: Callable[..., Any], tokens: int, masked: bool) -> Callable[..., Any]:
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Interception(_read_or_run if masked else _read_dot_products):
+        with Interception(partial(_read_or_run, tokens, masked)):
             return forward(self, *args, **kwargs)
 
     return read

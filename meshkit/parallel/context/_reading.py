@@ -18,12 +18,11 @@ from torch import Tensor
 from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
 from meshkit.errors import PlanError
+from meshkit.parallel.context._by_hand import PRODUCTS
 from meshkit.parallel.context._cache import not_kept, takes_cache
-from meshkit.parallel.context._counted import SUM_TOKENS, counted_in, positions_known
+from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, positions_known
 from meshkit.parallel.context._doors import Attention, Doors, Sent
-from meshkit.parallel.context._foreign import (
-    is_transformers,
-)
+from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._pattern import FULL, Pattern
 from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
 from meshkit.parallel.context._whole import GATHER_TOKENS, Whole, whole_around
@@ -110,26 +109,34 @@ class Reader:
         model = self.program.model
         return not is_transformers(model) and not self.named and "mask" in inspect.signature(model.forward).parameters
 
-    def doors(self, call: Call) -> Doors:
+    def doors(self, call: Call, fits: Callable[[Doors], None] = lambda doors: None) -> Doors:
         """How the model's attention is reached, proved on this call.
 
+        fits: raises PlanError for doors that do not go with what else is asked for; then others are looked for.
         Raises: PlanError for a model that cannot be split by its tokens.
         """
         with self._explained():
-            return self._doors(self._complete(call))
+            found, misfit = self._doors(self._complete(call), fits)
+        if found is None:
+            assert misfit is not None
+            raise misfit
+        return found
 
-    def _doors(self, call: Call) -> Doors:
+    def _doors(self, call: Call, fits: Callable[[Doors], None]) -> tuple[Doors | None, PlanError | None]:
+        """(the doors, or what those that were proved do not go with). Raises: PlanError where none was proved."""
         first: PlanError | None = None
+        misfit: PlanError | None = None
+        refused: PlanError | None = None
         tokens, cached = sum(map(len, _TOKENS)), False
         for registry in (True, False) if is_transformers(self.program.model) and not self.named else (False,):
             try:
                 full = self._alone(call, tokens, registry=registry)
             except ReadingError as error:
-                # It adds the mask to scores that it computes itself.
-                if registry and not isinstance(error.__cause__, PlanError):
+                if registry:  # It adds the mask, or a bias, to scores that it computes itself.
+                    refused = error
                     continue
-                if registry or not takes_cache(self.program.model):
-                    raise
+                if not takes_cache(self.program.model):
+                    raise refused or error from error
                 first, cached, full = error, True, self._alone(call, tokens, registry=False, cached=True)
             places = tuple(dict.fromkeys(name for name, _ in _attentions(full)))
             if self.takes_mask:
@@ -144,11 +151,20 @@ class Reader:
         for replicate in (False, True) if self.replicate else (False,):
             for each in self._ways(doors, full, call):
                 try:
-                    return self._proved(each, full, call, replicate=replicate)
+                    found = self._proved(each, full, call, replicate=replicate)
                 except (Unproved, ReadingError) as error:
                     first = first or error
-        assert first is not None
-        raise first
+                    continue
+                try:
+                    fits(found)
+                except PlanError as error:
+                    misfit = misfit or error
+                    continue
+                return found, None
+        if misfit is None:
+            assert first is not None
+            raise first
+        return None, misfit
 
     def _ways(self, doors: Doors, full: Trace, call: Call) -> Iterator[Doors]:
         """As it is; with lines of its code that are of all tokens; and where the model counts positions itself. Others are
@@ -161,12 +177,11 @@ class Reader:
         counts_itself = takes and "position_ids" not in call.given
         by_cache = takes_cache(self.program.model) and not doors.registry
         for cached in (True,) if doors.cached else (False, True) if by_cache else (False,):
-            # What a cache has gathered, no line gathers.
-            lines = {name: each for name, each in counted.items() if not (cached and each.by_hand)}
-            if lines or cached != doors.cached:
-                yield replace(doors, counted=lines, cached=cached)
-            if counts_itself:
-                yield replace(doors, counted=lines, cached=cached, positions=False)
+            for lines in _sets_of_lines(counted, cached):
+                if lines or cached != doors.cached:
+                    yield replace(doors, counted=lines, cached=cached)
+                if counts_itself:
+                    yield replace(doors, counted=lines, cached=cached, positions=False)
 
     def _proved(self, doors: Doors, full: Trace, call: Call, *, replicate: bool) -> Doors:
         while True:
@@ -193,7 +208,8 @@ class Reader:
             if name not in doors.whole and (gathers or operation.name == SUM_TOKENS):
                 (ref,) = tensors(operation.args) if gathers else tensors(operation.outputs)
                 count = torch.Size(ref.shape).numel() // (own if gathers else 1)
-                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains))
+                one_row = gathers and operation.args[1] == 0
+                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains, one_row))
         return found
 
     def _wider(self, doors: Doors, call: Call) -> Trace:
@@ -282,7 +298,7 @@ class Reader:
                 read_registry(model, packed=packed)
             else:
                 for name in self.named or ("",):
-                    read_calls(model.get_submodule(name), masked=masked)
+                    read_calls(model.get_submodule(name), tokens=tokens, masked=masked)
             found = trace(model, args, kwargs, closed=self.closed, again=again)
             refuse_writes(found, self.program.model)
             return self._with_values(live(found))
@@ -336,6 +352,23 @@ class Reader:
             params = {f"parameter {name}": Held("replicated") for name in self.program.parameters}
             held.append({**params, **of_inputs})
         prove(full, ranks, held, tokens=tokens)
+
+
+def _sets_of_lines(counted: Mapping[str, Counted], cached: bool) -> list[Mapping[str, Counted]]:
+    """Lines that may be of all tokens: without cuts of tables, which may be as long as the keys are, and all of them. What a
+    cache has gathered, no line gathers."""
+    if cached:
+        sets = [
+            {name: each for name, each in counted.items() if not each.by_hand},
+            {name: each.without(*PRODUCTS) for name, each in counted.items()},
+        ]
+    else:
+        sets = [{name: each.without_tables() for name, each in counted.items()}, dict(counted)]
+    found: list[Mapping[str, Counted]] = []
+    for lines in ({name: each for name, each in lines.items() if each.calls} for lines in sets):
+        if lines not in found:
+            found.append(lines)
+    return found
 
 
 def _with_positions(trace: Trace, call: Call, tokens: tuple[int, ...]) -> Trace:

@@ -20,10 +20,11 @@ from meshkit.core import _torch
 from meshkit.core.collectives import gather_dim
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
+from meshkit.errors import PlanError
 from meshkit.parallel.context._foreign import following, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import AllTokens, SplitMask
-from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved
+from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved, model_line
 
 GATHER_TOKENS = "gather_tokens"
 Path = tuple[int | str, int]  # (place or name of an argument, number of the tensor in it)
@@ -220,14 +221,27 @@ def _read_own(tensor: Tensor, dim: int, mask: ReadMask) -> Tensor:
 
 @noted(reading=_read_all)
 def gather_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
-    """This rank's tokens in, those of all ranks in their order out, row by row. Wire: all-gather, backward reduce-scatter."""
-    padded = mask.padded(tensor.movedim(dim, 1))
-    gathered: Tensor = mask.in_order(gather_dim(padded, 1, mask.axis))
-    return gathered.movedim(1, dim)
+    """This rank's tokens in, those of all ranks in their order out, row by row. dim: 0 of a tensor that is of one row.
+
+    Wire: all-gather, backward reduce-scatter. Raises: PlanError for a tensor of one row where rows are laid end to end.
+    """
+    _refuse_one_of_rows(dim, mask)
+    rows = tensor.movedim(dim, 1) if dim else tensor[None]
+    gathered: Tensor = mask.in_order(gather_dim(mask.padded(rows), 1, mask.axis))
+    return gathered.movedim(1, dim) if dim else gathered[0]
 
 
 @noted(reading=_read_own)
 def own_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
-    """All tokens in, this rank's out. No communication."""
-    own: Tensor = mask.own(tensor.movedim(dim, 1))
-    return own.movedim(1, dim)
+    """All tokens in, this rank's out. dim: as of `gather_tokens`. No communication."""
+    _refuse_one_of_rows(dim, mask)
+    own: Tensor = mask.own(tensor.movedim(dim, 1) if dim else tensor[None])
+    return own.movedim(1, dim) if dim else own[0]
+
+
+def _refuse_one_of_rows(dim: int, mask: Any) -> None:
+    if dim == 0 and mask.rows > 1:
+        raise PlanError(
+            f"context parallelism: {model_line()} reads some tokens of a row for others, but rows with masks of their own "
+            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+        )

@@ -21,4 +21,5 @@ from ._policy import SamplerFlags as SamplerFlags
 from ._run import LearnFlags as LearnFlags
 from ._run import RunFlags as RunFlags
 from ._run import StepFlags as StepFlags
+from ._run import RampFlags as RampFlags
 from ._run import TrainFlags as TrainFlags

@@ -9,6 +9,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshkit.data import BatchRamp
 from meshkit.errors import PlanError
 from meshkit.optim import lr_schedule
 from meshkit.recipes.ranges import Count, CountOrNone, NotNegative, Ranged, Threshold
@@ -117,3 +118,21 @@ class TrainFlags(StepFlags):
                 f"--microbatches {self.microbatches} in every step. Leave them out of the file."
             )
         return strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampFlags(TrainFlags):
+    """Training whose batch may grow."""
+
+    last_batch: CountOrNone = 0
+    """grow --global-batch to so many sequences, linearly over --ramp-tokens, with as many microbatches more; 0: never"""
+    ramp_tokens: Count = 1_000_000
+    """with --last-batch"""
+
+    def batch_ramp(self) -> BatchRamp:
+        """Sequences of a step by the tokens before it. Raises: DataError for a batch that would shrink."""
+        return BatchRamp(first=self.global_batch, last=self.last_batch or self.global_batch, tokens=self.ramp_tokens)
+
+    def microbatches_of(self, sequences: int) -> int:
+        """Of a step of so many sequences: they stay as large."""
+        return self.microbatches * sequences // self.global_batch

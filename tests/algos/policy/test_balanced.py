@@ -245,7 +245,7 @@ def peaks_on_mesh(axes: str, budget: int) -> dict[str, int]:
     peaks: dict[str, int] = {}
     # Twice: a message may hold its buffer a moment longer, which only ever adds.
     for phase in ("warm", *2 * ("budget", "right", "mixed", "cut")):
-        examples = full if phase in ("warm", "budget") else step_of(phase, mesh.data_ranks, 64)[mesh.data_rank]
+        examples = full if phase in ("warm", "budget") else step_of(phase, mesh.data_ranks, 32)[mesh.data_rank]
         balanced = balance_examples(mesh, examples, tokens_per_microbatch=budget)
         for param in run.parameters():
             param.grad = None
@@ -257,7 +257,7 @@ def peaks_on_mesh(axes: str, budget: int) -> dict[str, int]:
 
 
 def test_the_peak_of_memory_is_that_of_the_budget_whatever_the_lengths() -> None:
-    """One of full microbatches; 22, 45 and 112 microbatches of 9 answers or more, whose tokens grow five times over."""
+    """One of full microbatches; 11, 23 and 56 microbatches of 9 answers or more, whose tokens grow five times over."""
     results = pool(2).run(peaks_on_mesh, "dp_shard=2", 512)
     for peaks in results:
         # Rows that do not fill a microbatch to the last token may need a little less.

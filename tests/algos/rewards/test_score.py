@@ -129,6 +129,7 @@ def test_time_is_limited_for_each_answer_in_this_process() -> None:
 
 def test_a_timer_that_rings_while_it_is_stopped_does_not_ring_again(monkeypatch: pytest.MonkeyPatch) -> None:
     set_timer, rings, before = signal.setitimer, [signal.SIGALRM], signal.getsignal(signal.SIGALRM)
+    left_s, interval_s = signal.getitimer(signal.ITIMER_REAL)  # pytest's
 
     def ring_first(timer: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
         if seconds == 0 and rings:
@@ -137,8 +138,26 @@ def test_a_timer_that_rings_while_it_is_stopped_does_not_ring_again(monkeypatch:
 
     monkeypatch.setattr(signal, "setitimer", ring_first)
     assert score([answer("1")], of_text, timeout_s=60.0).unscored == {"timed out": 1}
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    after_s, after_interval_s = signal.getitimer(signal.ITIMER_REAL)
+    assert after_s <= left_s and after_interval_s == interval_s
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_timer_of_the_callers_own_goes_on() -> None:
+    rings: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rings.append(number))
+    try:
+        pytests = signal.setitimer(signal.ITIMER_REAL, 50.0, 7.0)
+        score([answer("1")], of_text, timeout_s=60.0)
+        left_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < left_s <= 50.0 and interval_s == 7.0 and not rings
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        assert score([answer("loop")], of_text, timeout_s=0.3).unscored == {"timed out": 1}
+        time.sleep(0.1)
+        assert rings  # late, since it was due within the score
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *pytests)
 
 
 def test_a_pool_kills_what_does_not_come_back_and_goes_on() -> None:

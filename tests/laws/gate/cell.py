@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import meshkit as mk
@@ -58,7 +58,7 @@ class Cell:
     microbatches: int = 1
     packing: bool = False
     masked: bool = False
-    max_rows: int | None = None  # not drawn
+    max_rows: int | None = None  # drawn by `draw_padded` alone, so that a seed draws what it drew
 
     @property
     def spec(self) -> mk.MeshSpec:
@@ -94,6 +94,7 @@ class Cell:
         found |= {"accumulation"} if self.microbatches > 1 else set()
         found |= {"packing"} if self.packing else set()
         found |= {"rows without labels"} if self.masked else set()
+        found |= {"padded rows of experts"} if self.max_rows is not None else set()
         found |= {"uneven sizes"} if self.sizes == "uneven" else set()
         if self.resume:
             found |= {"resume" if _parse(self.resume) == spec else "resume on another mesh"}
@@ -101,7 +102,8 @@ class Cell:
 
     def refusals(self) -> list[Refusal]:
         """Why the plan must be refused, here or on the mesh that goes on."""
-        found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= self.features()]
+        features = self.features()
+        found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= features]
         if self.resume and self.resume != self.mesh:
             told = {**vars(self), "mesh": self.resume, "schedule": "1f1b", "resume": ""}
             found += Cell(**told).refusals()
@@ -176,6 +178,8 @@ REFUSALS = [
 ]
 
 
+PADDED_ROWS = (990, 1024)  # the most that a rank can have: 5 rows of 18 tokens, of which each chooses all of 11 experts
+
 # What was refused when the cells that have passed were drawn. It is tried by name, so that a seed draws what it drew.
 UNDRAWN = frozenset({"cp", "model: mlp"})
 
@@ -240,6 +244,15 @@ def draw(seed: int, ranks: int) -> Cell:
         cell = _draw(rng, ranks)
         if whatever or not (cell.refusals() or cell.features() >= UNDRAWN):
             return cell
+
+
+def draw_padded(seed: int, ranks: int) -> Cell:
+    """A cell on two or more ranks, of which groups exchange rows of experts, padded; none that is refused."""
+    rng = random.Random(f"padded {seed} {ranks}")
+    while True:
+        cell = _draw(rng, ranks)
+        if cell.spec.ep * cell.spec.etp > 1 and not cell.refusals():
+            return replace(cell, max_rows=rng.choice(PADDED_ROWS))
 
 
 def _draw(rng: random.Random, ranks: int) -> Cell:

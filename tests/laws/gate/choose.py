@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import combinations, count, islice
 
 from tests.laws.gate.cell import Cell, draw
@@ -24,12 +25,15 @@ def tuples(cell: Cell, size: int) -> set[tuple[str, ...]]:
     return set(combinations(sorted(cell.features()), size))
 
 
-def covering(cells: int, among: int) -> list[Seed]:
+@cache
+def covering(cells: int, among: int, draw: Callable[[int, int], Cell] = draw, fewest: int = 1) -> tuple[Seed, ...]:
     """So many of the first `among` draws: first those in which any two features meet, then others on few ranks.
+
+    fewest: ranks of a cell.
 
     Greedy by the pairs that a cell meets first, for each rank that it needs.
     """
-    drawn = {seed: draw(*seed) for seed in islice(seeds(), among)}
+    drawn = {seed: draw(*seed) for seed in islice(seeds(), among) if seed[1] >= fewest}
     meets = {seed: set() if cell.refusals() else tuples(cell, 2) for seed, cell in drawn.items()}
     met: set[tuple[str, ...]] = set()
     queue = [(-len(pairs) / seed[1], seed) for seed, pairs in meets.items()]
@@ -43,4 +47,4 @@ def covering(cells: int, among: int) -> list[Seed]:
         elif worth or seed[1] < 4:
             chosen.append(seed)
             met |= meets[seed]
-    return sorted(chosen, key=lambda seed: (seed[1], seed[0]))
+    return tuple(sorted(chosen, key=lambda seed: (seed[1], seed[0])))

@@ -173,7 +173,10 @@ def start(cell: Cell, noted: list[Noting] | None = None) -> mk.Run:
         return noted[-1]
 
     folded = cell.model in ROUTED and mesh.spec.ep * mesh.spec.etp > 1
-    experts = ExpertPolicy(dispatcher=note if folded and noted is not None else None, max_rows=cell.max_rows)
+    if folded and cell.max_rows is not None:  # what is sent is known, whatever tokens choose
+        experts = ExpertPolicy(max_rows=cell.max_rows)
+    else:
+        experts = ExpertPolicy(dispatcher=note if folded and noted is not None else None)
     return mk.parallelize(model, mesh, strategy_of(cell, plan, experts))
 
 

@@ -32,16 +32,21 @@ pytestmark = pytest.mark.turns(4)
 TOL = 1e-10
 
 
-class ShortConv(nn.Module):
-    """Causal, of each feature by itself, as hybrids have it; its own convolution sees tokens as the last dim, and more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, 16)
-        self.conv = nn.Conv1d(16, 16, 3, groups=16, padding=2)
+class Smoothed(nn.Module):
+    """Reads what all tokens are, in shares that a row makes: no line that a rank could run by itself. Its tokens are the last
+    dim."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.mT)[..., : x.shape[1]].mT * self.gate(x).sigmoid()
+        return x.softmax(-1) * x
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.smoothed = nn.Linear(16, 16), Smoothed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.smoothed(x.mT).mT * self.gate(x).sigmoid()
 
 
 class Centred(nn.Module):
@@ -53,13 +58,13 @@ class Centred(nn.Module):
 
     def forward(self, x: Tensor, *, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden = F.gelu(self.up(x - x.mean(1, keepdim=True))) * weight
-        return self.down(hidden), hidden.flip(1).cumsum(1)
+        return self.down(hidden), hidden.cumprod(1)
 
 
 class Hybrid(OwnBlock):
     def __init__(self) -> None:
         super().__init__(causal=True)
-        self.mixer, self.centred = ShortConv(), Centred()
+        self.mixer, self.centred = Mixer(), Centred()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixer(x)
@@ -159,33 +164,33 @@ def test_rows_end_to_end_are_gathered_as_rows() -> None:
 
 def test_without_being_asked_it_is_refused() -> None:
     program = read_program(model_and_batch()[0])
-    with pytest.raises(PlanError, match=r"blocks.0.mixer.conv: aten.convolution"):
+    with pytest.raises(PlanError, match=r"blocks.0.mixer.smoothed: aten._softmax"):
         resolve(program, Strategy(plan=PLAN), MeshSpec(cp=2))
     resolved = resolve(program, Strategy(plan=PLAN, unproved="replicate"), MeshSpec(cp=2))
     doors = resolved.reading[1]
     assert notes_of(doors.whole, 2)[0].startswith(
-        "cp=2: every rank runs blocks.0.mixer on all tokens: blocks.0.mixer.conv: aten.convolution"
+        "cp=2: every rank runs blocks.0.mixer.smoothed on all tokens: blocks.0.mixer.smoothed: aten._softmax"
     )
-    assert list(doors.whole) == ["blocks.0.mixer", "blocks.0.centred", "blocks.1.other"]
-    with pytest.raises(PlanError, match=r"'blocks.0.mixer' would run on all tokens .* sequence=False"):
+    assert list(doors.whole) == ["blocks.0.mixer.smoothed", "blocks.0.centred", "blocks.1.other"]
+    with pytest.raises(PlanError, match=r"'blocks.0.mixer.smoothed' would run on all tokens .* sequence=False"):
         refuse_whole_tokens(doors)
 
 
-class Convolved(nn.Module):
-    def __init__(self, mlp: nn.Module, width: int) -> None:
+class WithSmoothed(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
-        self.mlp, self.conv = mlp, nn.Conv1d(width, width, 3, groups=width, padding=2)
+        self.mlp, self.smoothed = mlp, Smoothed()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x + self.conv(x.mT)[..., : x.shape[1]].mT)
+        return self.mlp(x + self.smoothed(x.mT).mT)
 
 
 def observed(recompute: str, frozen: bool) -> tuple[Counter[Message], Counter[Message]]:
     torch.manual_seed(0)
     model = causal.build("llama")
     for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.mlp = Convolved(layer.mlp, model.config.hidden_size)  # type: ignore[union-attr]
-    if frozen:  # nothing before the first convolution trains
+        layer.mlp = WithSmoothed(layer.mlp)  # type: ignore[union-attr]
+    if frozen:  # nothing before the first of them trains
         model.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr]
         model.model.layers[0].self_attn.requires_grad_(False)  # type: ignore[union-attr,index]
         model.model.layers[0].input_layernorm.requires_grad_(False)  # type: ignore[union-attr,index]
@@ -208,7 +213,7 @@ class OfAll(OwnModel):
     """Mixes tokens where no module around it is less than the model."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return super().forward(input_ids, position_ids).cumsum(1)
+        return super().forward(input_ids, position_ids).cumprod(1)
 
 
 class Nested(nn.Module):
@@ -223,5 +228,5 @@ class Nested(nn.Module):
 def test_a_whole_model_is_not_run_on_all_tokens() -> None:
     strategy = Strategy(unproved="replicate")
     for model in (OfAll(), Nested()):
-        with pytest.raises(PlanError, match="aten.cumsum"):
+        with pytest.raises(PlanError, match="aten.cumprod"):
             resolve(read_program(model), strategy, MeshSpec(cp=2))
