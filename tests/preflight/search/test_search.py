@@ -62,6 +62,7 @@ SPACE = mk.Space(
     sequence=(True,),
     recompute=("none", "full"),
 )
+FEWER = replace(SPACE, tp=(1,), microbatches=(4,), schedule=("1f1b",))  # of experts, which take longer
 # Where launches and latencies cost nothing, the bound is within 10 % of small models' steps too: a wrong one shows.
 FREE = {"device.launch_s": 0.0, "tiers.0.latency_s": 0.0, "tiers.1.latency_s": 0.0}
 CLUSTER = mk.Cluster.read("h100").changed(**FREE)
@@ -70,18 +71,18 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_atten
 
 
 @pytest.mark.parametrize(
-    ("make", "fixed"),
+    ("make", "fixed", "space", "ranks"),
     [
-        (dense, mk.Strategy()),
-        (lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), mk.Strategy()),
-        (moe, mk.Strategy()),
-        (moe, EXPERTS),
+        (dense, mk.Strategy(), SPACE, 16),
+        (lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), mk.Strategy(), SPACE, 16),
+        (moe, mk.Strategy(), SPACE, 16),
+        (moe, EXPERTS, FEWER, 8),
     ],
 )
-def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed):
+def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed, space, ranks):
     model = make()
-    every = mk.search(model, CLUSTER, BATCH, world=16, space=SPACE, fixed=fixed, exhaustive=True)
-    world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), 16, 1, exhaustive=False, balance=True)
+    every = mk.search(model, CLUSTER, BATCH, world=ranks, space=space, fixed=fixed, exhaustive=True)
+    world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=True)
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
@@ -93,7 +94,7 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed):
     for memory in (None, peaks[len(peaks) // 3], peaks[0]):
         best = min(each.seconds for each in every.tried if each.fits(memory))
         found = mk.search(
-            model, CLUSTER, BATCH, world=16, space=SPACE, fixed=fixed, device_memory=memory, recheck=False
+            model, CLUSTER, BATCH, world=ranks, space=space, fixed=fixed, device_memory=memory, recheck=False
         )
         assert found.winner is not None
         assert found.winner.seconds == best
