@@ -60,7 +60,7 @@ def mode_of(model: nn.Module) -> tuple[bool, ...]:
         if id(module) not in seen:
             seen.add(id(module))
             modes.append(module.training)
-            left += filter(None, module._modules.values())
+            left += [each for each in module._modules.values() if each is not None]  # whose truth may be its length
     return tuple(modes)
 
 

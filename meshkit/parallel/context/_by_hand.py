@@ -9,7 +9,7 @@ takes a mask, or F.scaled_dot_product_attention, is better wherever the model ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,17 +74,17 @@ def multiply_and_add(
 
 
 def constant(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.ones, zeros and full (size, ...) of all tokens with one another."""
+    """torch.ones, zeros and full (size, ...) of all tokens with one another, which are its last two dims."""
 
-    def sized(size: Any) -> Any:
-        if isinstance(size, (tuple, list)):
-            return tuple(map(sized, size))
-        return mask.row_tokens if size == mask.tokens else size
+    def sized(sizes: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = (mask.row_tokens if size == mask.tokens else size for size in sizes[-2:])
+        return (*sizes[:-2], *pairs)
 
-    # The second argument of full is the value.
-    first, rest = (1, args[1:]) if func.__name__ == "full" else (len(args), ())
-    named = {name: sized(value) if name == "size" else value for name, value in kwargs.items()}
-    return func(*map(sized, args[:first]), *rest, **named)
+    if "size" in kwargs:
+        return func(*args, **{**kwargs, "size": sized(kwargs["size"])})
+    if isinstance(args[0], (tuple, list)):
+        return func(sized(args[0]), *args[1:], **kwargs)
+    return func(*sized(args), **kwargs)
 
 
 def triangle(func: Callable[..., Any], mask: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -102,12 +102,12 @@ def cut(func: Callable[..., Any], mask: Any, x: Tensor, index: Any) -> Any:
     """tensor[..., :tokens, :tokens] of a mask that the model keeps."""
     sizes = (mask.tokens, mask.row_tokens)
     each = list(index) if isinstance(index, tuple) else [index]
-    places = [place for place, part in enumerate(each) if _is_from_the_first(part) and part.stop in sizes]
-    if len(places) != 2:
+    if any(part is Ellipsis for part in each):
+        at = next(place for place, part in enumerate(each) if part is Ellipsis)
+        each[at : at + 1] = [slice(None)] * (x.ndim + 1 - len(each))
+    if len(each) != x.ndim or not all(_is_from_the_first(part) and part.stop in sizes for part in each[-2:]):
         return func(x, index)
-    for place in places:
-        each[place] = slice(None, mask.row_tokens)
-    return own_rows(func(x, tuple(each)), mask)
+    return own_rows(func(x, (*each[:-2], *[slice(None, mask.row_tokens)] * 2)), mask)
 
 
 def _is_from_the_first(part: Any) -> bool:

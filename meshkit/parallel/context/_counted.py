@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.utils.checkpoint
@@ -46,20 +46,23 @@ from meshkit.parallel.context._moved import ALONG, CUT, JOIN, MOVING, Moved, mov
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
 from meshkit.parallel.context._whole import is_split
-from meshkit.program import Operation, TensorRef, Trace, model_line, tensors
+from meshkit.program import Operation, TensorRef, Trace, Unproved, model_line, tensors
 
 SUM_TOKENS = "sum_tokens"
 
 
 Call = tuple[str, str]  # operator, FILE:LINE
+KEYS: Final = "keys"
+Line = Moved | Literal["keys"] | None
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Lines of a module's code that are about all tokens. calls: what it does along the tokens, for one that moves them."""
+    """Lines of a module's code that are about all tokens. calls: what it does along the tokens, for one that moves them; KEYS
+    for one that a rank runs as it is, since it is of the keys, which it has of all tokens."""
 
     module: str
-    calls: Mapping[Call, Moved | None]
+    calls: Mapping[Call, Line]
 
     @property
     def by_hand(self) -> bool:
@@ -71,9 +74,7 @@ class Counted:
 
     def without_tables(self) -> Counted:
         """Without cuts of what is as long whatever a row is."""
-        return Counted(
-            self.module, {call: line for call, line in self.calls.items() if line is None or set(line.before) != {None}}
-        )
+        return Counted(self.module, {call: line for call, line in self.calls.items() if not _is_of_a_table(line)})
 
     def open(self, model: nn.Module) -> None:
         module = model.get_submodule(self.module)
@@ -145,6 +146,39 @@ def _range(operation: Operation) -> tuple[Any, Any, Any]:
     return (0, given[0], 1) if len(given) == 1 else (given[0], given[1], given[2] if len(given) > 2 else 1)
 
 
+def of_keys(counted: Mapping[str, Counted], rank: Trace, row_tokens: int) -> dict[str, Counted]:
+    """With the lines marked that run on what a rank has of all tokens. rank: its program. Sizes tell it where the program is
+    read, and only there: in a run a batch of some rows may have as many tokens on a rank as a row has.
+
+    Raises: Unproved for a line that is of a rank's own tokens, too.
+    """
+    plain: set[Call] = set()
+    own: set[Call] = set()
+    for operation in rank.operations:
+        if operation.name == OWN_POSITIONS:
+            own.add(("arange", operation.where))
+        elif operation.name == SUM_TOKENS:
+            own.add(("mean" if operation.args[3] else "sum", operation.where))
+        elif not isinstance(operation.op, str) and (name := operation.op.overloadpacket.__name__) in ("arange", *_SUMS):
+            ref = (tensors(operation.outputs) if name == "arange" else tensors(operation.args))[0]
+            dims = [0] if name == "arange" else operation.args[1] if len(operation.args) > 1 else []
+            if isinstance(dims, list) and len(dims) == 1 and ref.shape and ref.shape[dims[0]] == row_tokens:
+                plain.add((name, operation.where))
+    found = {}
+    for module, each in counted.items():
+        lines: dict[Call, Line] = {
+            call: KEYS if line is None and call in plain else line for call, line in each.calls.items()
+        }
+        for call in plain & own & lines.keys():
+            raise Unproved("{} at {} is of a rank's own tokens at one time, and of all at another.".format(*call))
+        found[module] = Counted(module, lines)
+    return found
+
+
+def _is_of_a_table(line: Line) -> bool:
+    return isinstance(line, Moved) and set(line.before) == {None}
+
+
 def positions_known(trace: Trace, own: tuple[int, ...]) -> dict[int, Tensor]:
     """By storage, the values of positions that are those of a rank's tokens."""
     found = {}
@@ -160,7 +194,7 @@ def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
     modules: dict[tuple[Call, str], list[str]] = {}
     for name, each in counted.items():
         for call in sorted(each.calls):
-            meaning = _MEANING[call[0]] if each.calls[call] is None else _MOVED
+            meaning = _MOVED if isinstance(each.calls[call], Moved) else _MEANING[call[0]]
             modules.setdefault((call, meaning), []).append(name)
     return [
         f"cp={ranks}: {operator} at {where} in {names[0] or 'the model'}"
@@ -172,13 +206,14 @@ def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[Call, Moved | None], ...]) -> Callable[..., Any]:
+def _of_all_tokens(forward: Callable[..., Any], calls: tuple[tuple[Call, Line], ...]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_all_tokens(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = mask_of_forward()
         if not is_split(mask):
             return forward(self, *args, **kwargs)
-        with _Lines(dict(calls), mask):
+        # Nor does a function see the lines that somebody has compiled by itself.
+        with torch.compiler.set_stance("force_eager"), _Lines(dict(calls), mask):
             return forward(self, *args, **kwargs)
 
     # A line is told by its frame: in a graph that somebody compiles around it, it would stay one of a rank's own tokens.
@@ -192,7 +227,7 @@ _busy: ContextVar[bool] = ContextVar("a line of all tokens is running", default=
 class _Lines(TorchFunctionMode):
     """Inside, the lines do what they do of all tokens. A mode, as `Interception`: for this thread and forward only."""
 
-    def __init__(self, calls: Mapping[Call, Moved | None], mask: SplitMask | ReadMask) -> None:
+    def __init__(self, calls: Mapping[Call, Line], mask: SplitMask | ReadMask) -> None:
         super().__init__()
         self.calls, self.mask = calls, mask
 
@@ -204,8 +239,11 @@ class _Lines(TorchFunctionMode):
         _refuse_checkpoint(operator)
         token = _busy.set(True)
         try:
-            if (line := self.calls[call]) is not None:
+            line = self.calls[call]
+            if isinstance(line, Moved):
                 return move(line, func, self.mask, *args, **kwargs)
+            if line == KEYS:
+                return _of_keys(operator, func, self.mask, *args, **kwargs)
             return _RUN[operator](func, self.mask, *args, **kwargs)
         finally:
             _busy.reset(token)
@@ -213,17 +251,26 @@ class _Lines(TorchFunctionMode):
 
 def _arange(func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Tensor:
     counted: Tensor = func(*args, **kwargs)
-    if counted.shape[0] == mask.row_tokens != mask.tokens:  # of the keys, which a cache has gathered
+    if isinstance(mask, ReadMask) and counted.shape[0] == mask.row_tokens:  # of the keys: see `of_keys`
         return counted
-    _refuse_other_size("arange", counted.shape[0], mask)
+    _refuse_other_size("arange", counted.shape[0], mask.tokens)
     first = args[0] if len(args) > 1 else kwargs.get("start", 0)
     positions: Tensor = own_positions(counted, first, mask)
     return positions
 
 
+def _of_keys(operator: str, func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
+    """A range or a sum over what a rank has of all tokens."""
+    found = func(*args, **kwargs)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    size = found.shape[0] if operator == "arange" else args[0].shape[dim[0] if isinstance(dim, (tuple, list)) else dim]
+    _refuse_other_size(operator, size, mask.row_tokens)
+    return found
+
+
 def _factor(func: Callable[..., Any], mask: Any, x: Any, number: Any, **kwargs: Any) -> Any:
     if isinstance(x, Tensor) and not isinstance(number, Tensor):
-        _refuse_other_size("a factor", number, mask)
+        _refuse_other_size("a factor", number, mask.tokens)
         return func(x, mask.row_tokens, **kwargs)
     return func(x, number, **kwargs)
 
@@ -232,10 +279,10 @@ def _summed(mean: bool, func: Callable[..., Any], mask: Any, x: Tensor, *args: A
     dim = args[0] if args else kwargs.get("dim")
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
     (only,) = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if x.shape[only] == mask.row_tokens != mask.tokens:  # of attention by hand, whose columns are all tokens
+    if isinstance(mask, ReadMask) and x.shape[only] == mask.row_tokens:  # of the keys: see `of_keys`
         of_columns: Tensor = func(x, *args, **kwargs)
         return of_columns
-    _refuse_other_size("a sum", x.shape[only], mask)
+    _refuse_other_size("a sum", x.shape[only], mask.tokens)
     total: Tensor = sum_tokens(x, only, keepdim, mean, mask)
     return total
 
@@ -254,11 +301,11 @@ def _refuse_checkpoint(operator: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _refuse_other_size(what: str, size: Any, mask: Any) -> None:
-    if size != mask.tokens:
+def _refuse_other_size(what: str, size: Any, tokens: int) -> None:
+    if size != tokens:
         raise PlanError(
             f"context parallelism: {what} at {model_line()} was one of all tokens when the model was read, but is of {size} "
-            f"now, and this rank has {mask.tokens} tokens. Use cp=1, or leave it to the other axes."
+            f"now, where there are {tokens} tokens. Use cp=1, or leave it to the other axes."
         )
 
 

@@ -194,7 +194,8 @@ def with_mask_set(
 
 def with_attention_intercepted(forward: Callable[..., Any]) -> Callable[..., Any]:
     def attend_over_ranks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Interception(_attend_dot_products) as interception:
+        interception = Interception(_attend_dot_products)
+        with interception:
             out = forward(self, *args, **kwargs)
         if not interception.calls:
             raise PlanError(

@@ -76,7 +76,7 @@ def moved(name: str, a: Operation, b: Operation, tokens: tuple[int, int]) -> Mov
             return False
         along = {-1}
     else:
-        found = a.args[2] if name == "roll" else a.args[1]
+        found = a.args[1] if name != "roll" else a.args[2] if len(a.args) > 2 else []
         along = {_last(each, out[0]) for each in (found if isinstance(found, list) else [found])}
     if not along & dims:
         return None

@@ -20,7 +20,7 @@ from meshkit.core.asked_once import AskedOnce
 from meshkit.errors import PlanError
 from meshkit.parallel.context._by_hand import PRODUCTS
 from meshkit.parallel.context._cache import not_kept, takes_cache
-from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, positions_known
+from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, of_keys, positions_known
 from meshkit.parallel.context._doors import Attention, Doors, Sent
 from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._pattern import FULL, Pattern
@@ -49,6 +49,9 @@ from meshkit.program import (
 # The tokens of two ranks, in no order that something else could follow too: zigzag is the same from both ends, and with whole
 # runs of tokens, pairs of neighbours stay together.
 _TOKENS = ((0, 1, 3, 6, 7, 11, 12, 14), (2, 4, 5, 8, 9, 10, 13, 15))
+
+
+_OTHERWISE = " Use cp=1, or leave it to the other axes."
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,10 @@ class Reader:
         while True:
             try:
                 self._prove(full, doors, call, _TOKENS)
+                if doors.counted:
+                    own = len(_TOKENS[0])
+                    marked = of_keys(doors.counted, self._on_rank(doors, call, own), own * ReadMask().ranks)
+                    doors = replace(doors, counted=marked)
                 return replace(doors, sent=self._sent(doors, call))
             except (Unproved, ReadingError) as error:
                 if not replicate or not (found := self._whole_around(error, full, doors, call)):
@@ -238,9 +245,9 @@ class Reader:
         try:
             yield
         except PlanError as error:
+            said = str(error).removesuffix(_OTHERWISE)  # what a line of it raised while it was read says so already
             raise PlanError(
-                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {error} "
-                "Use cp=1, or leave it to the other axes."
+                f"context parallelism: {type(self.program.model).__name__} cannot be split by its tokens. {said}{_OTHERWISE}"
             ) from error
 
     def _prove_again(self, doors: Doors, call: Call) -> None:

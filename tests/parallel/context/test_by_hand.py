@@ -67,6 +67,11 @@ class ByHand(nn.Module):
     def kept_and_added(self, scores: Tensor, tokens: int) -> Tensor:
         return scores + self.bias[:tokens, :tokens].to(scores.dtype)
 
+    def of_heads(self, scores: Tensor, tokens: int) -> Tensor:
+        """With as many heads as a rank has tokens."""
+        made = torch.full((1, 4, tokens, tokens), float("-inf"), dtype=scores.dtype).triu(1)
+        return scores + made + self.bias.expand(4, -1, -1)[:4, :tokens, :tokens].to(scores.dtype)
+
     def columns(self, scores: Tensor, tokens: int) -> Tensor:
         """Rows and columns change places."""
         return torch.where(self.seen[:, :, :tokens, :tokens].mT, scores, -1e9)
@@ -139,6 +144,24 @@ def error_of_a_run(kind: str, mesh: str, recompute: str, microbatches: int) -> f
 def test_attention_by_hand_equals_one_device(kind: str, mesh: str, recompute: str, microbatches: int) -> None:
     ranks = MeshSpec.parse(mesh).world_size
     assert max(pool(ranks).run(error_of_a_run, kind, mesh, recompute, microbatches)) < TOL
+
+
+def error_of_heads() -> float:
+    """Of rows of other lengths, of which the last are as many tokens on a rank as there are heads."""
+    one, _ = model_and_batch("of_heads")
+    model, _ = model_and_batch("of_heads")
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    worst = 0.0
+    for tokens in (4, 32, 8):
+        ids = torch.randint(0, 5, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+        loss = F.cross_entropy(one(ids).flatten(0, 1), ids.flatten())
+        found = run.forward_backward({"input_ids": ids, "labels": ids})
+        worst = max(worst, abs(float(found.detach()) - float(loss.detach())))
+    return worst
+
+
+def test_heads_are_no_tokens() -> None:
+    assert max(pool(2).run(error_of_heads)) < TOL
 
 
 @pytest.mark.parametrize("kind", ["columns", "later_rows", "of_rank"])

@@ -115,8 +115,35 @@ class Mixer(nn.Module):
     def one_line(self, x: Tensor) -> Tensor:
         return torch.cat((x[:, 1:], x[:, :1]), 1)
 
+    def rolled_flat(self, x: Tensor) -> Tensor:
+        return torch.roll(x, 1)
+
+    # Of a batch as one row, which is of the tokens of all where a rank has as many as a row.
+
+    def mean_of_all_rows(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return (flat - flat.mean(0)).view_as(x)
+
+    def counted_over_rows(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return (flat + torch.arange(flat.shape[0]).sin()[:, None]).view_as(x)
+
+    # By functions that somebody has compiled.
+
+    def compiled(self, x: Tensor) -> Tensor:
+        rolled = torch.compile(_rolled, backend="eager")(x)
+        return torch.compile(_summed, backend="eager")(rolled)
+
     def narrowed(self, x: Tensor) -> Tensor:
         return F.pad(x.narrow(1, 0, x.shape[1] - 1), (0, 0, 1, 0))
+
+
+def _rolled(x: Tensor) -> Tensor:
+    return x.roll(1, 1)
+
+
+def _summed(x: Tensor) -> Tensor:
+    return x.cumsum(1) / 9
 
 
 class Block(OwnBlock):
@@ -138,7 +165,7 @@ class Model(OwnModel):
 PLAN = mk.Plan(blocks=("blocks.*",))
 KINDS = (
     *("convolved", "convolved_apart", "convolved_twice", "of_the_last", "shifted", "joined", "of_the_next"),
-    *("of_two", "averaged", "from_the_end", "summed", "rolled", "turned", "of_a_table"),
+    *("of_two", "compiled", "averaged", "from_the_end", "summed", "rolled", "turned", "of_a_table"),
 )
 
 
@@ -149,7 +176,8 @@ def error_of_a_run(kind: str, mesh: str, recompute: str, microbatches: int) -> f
     model.load_state_dict(one.state_dict())
     ids = torch.randint(0, VOCAB, (2 * ROWS, TOKENS + 1))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    loss = F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+    with torch.compiler.set_stance("force_eager"):
+        loss = F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
     loss.backward()
     expected = {name: param.grad for name, param in one.named_parameters()}
     run = mk.parallelize(model, mesh_for(mesh), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
@@ -178,7 +206,7 @@ def test_lines_that_move_tokens_equal_one_device(kind: str, mesh: str, recompute
     assert max(pool(ranks).run(error_of_a_run, kind, mesh, recompute, microbatches)) < TOL
 
 
-@pytest.mark.parametrize("kind", ["every_other", "with_strides", "one_line", "narrowed"])
+@pytest.mark.parametrize("kind", ["every_other", "with_strides", "one_line", "narrowed", "rolled_flat"])
 def test_what_is_not_known_is_refused(kind: str) -> None:
     with pytest.raises(PlanError, match="cannot be split by its tokens"):
         resolve(read_program(Model(kind)), Strategy(plan=PLAN), MeshSpec(cp=2))
@@ -224,6 +252,20 @@ def said_of_rows_end_to_end(kind: str, of_rows: int) -> str:
 @pytest.mark.parametrize("kind", ["mean", "convolved", "from_the_end"])
 def test_rows_that_are_laid_end_to_end_are_refused(kind: str) -> None:
     assert all("laid end to end" in text for text in pool(2).run(said_of_rows_end_to_end, kind, 2))
+
+
+def said_of_rows_as_one(kind: str) -> str:
+    """Two rows on two ranks: flattened, a rank has as many tokens as a row."""
+    ids = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    run = mk.parallelize(Model(kind).double(), mesh_for("cp=2"), plan=PLAN)
+    with pytest.raises(PlanError) as error:
+        run.forward_backward({"input_ids": ids, "labels": ids})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["mean_of_all_rows", "counted_over_rows"])
+def test_rows_that_are_flattened_are_no_row(kind: str) -> None:
+    assert all("is of 12 now, where there are 6 tokens" in text for text in pool(2).run(said_of_rows_as_one, kind))
 
 
 # ------------------------------------------------------------------------------------------------- models of transformers
