@@ -60,7 +60,8 @@ def mask_of_forward() -> Attending:
     if mask is None:
         raise PlanError(
             "context parallelism: attention ran outside of the model's forward, so there is no split to follow. Call the "
-            "module that went through context_parallel."
+            "module that went through context_parallel; and where the model recomputes by a checkpoint of its own, use "
+            "MemoryPolicy(recompute=) in its place."
         )
     return mask
 
