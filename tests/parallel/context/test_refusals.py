@@ -272,7 +272,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         attend_outside,
         "PlanError: context parallelism: attention ran outside of the model's forward, so there is no split to follow. "
         "Call the module that went through context_parallel; and where the model recomputes by a checkpoint of its own, use "
-        "MemoryPolicy(recompute=) in its place.",
+        r"MemoryPolicy\(recompute=\) in its place.",
     ),
     "other tokens": (
         attend_other_tokens,
