@@ -126,9 +126,10 @@ def _all_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
     """Each rank's tokens in, all of them in their order out, read by ranks as they like."""
     assert proof.tokens is not None
     dim, order = operations[0].args[1], torch.cat(proof.tokens).argsort()
-    known = [rank.replay.constant(source) for rank, _, source, _ in proof.each(operations)]
-    if all(value is not None for value in known):
-        of_all = torch.cat(known, dim).index_select(dim, order)  # type: ignore[arg-type]
+    constants = (rank.replay.constant(source) for rank, _, source, _ in proof.each(operations))
+    known = [value for value in constants if value is not None]
+    if len(known) == len(proof.ranks):
+        of_all = torch.cat(known, dim).index_select(dim, order)
         for rank, _, _, out in proof.each(operations):
             rank.replay.define_constant(out, of_all)
         return

@@ -22,7 +22,7 @@ from meshkit.parallel.context._moved import CUT
 from meshkit.parallel.context._pattern import of_all_tokens
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import gather_tokens
+from meshkit.parallel.context._whole import gather_tokens, refuse_end_to_end
 from meshkit.program import Operation, TensorRef, model_line, tensors
 
 OWN_POSITIONS = "own_positions"
@@ -183,11 +183,7 @@ def gather_keys(tensor: Tensor, dim: int, mask: Any) -> Tensor:
 
     Raises: PlanError for rows that are laid end to end, and for a tensor that is not of this rank's tokens.
     """
-    if getattr(mask, "rows", 0) > 1:
-        raise PlanError(
-            f"context parallelism: {model_line()} attends by hand over the tokens of a row, but rows with masks of their own "
-            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
+    refuse_end_to_end("attends by hand over the tokens of a row", mask)
     if tensor.shape[dim] != mask.tokens:
         raise PlanError(
             f"context parallelism: {model_line()} attends to {tensor.shape[dim]} keys, but this rank has {mask.tokens} "

@@ -45,7 +45,7 @@ from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._moved import ALONG, CUT, JOIN, MOVING, Moved, move, moved
 from meshkit.parallel.context._read_attention import ReadMask
 from meshkit.parallel.context._split import SplitMask
-from meshkit.parallel.context._whole import is_split
+from meshkit.parallel.context._whole import is_split, refuse_end_to_end
 from meshkit.program import Operation, TensorRef, Trace, Unproved, model_line, tensors
 
 SUM_TOKENS = "sum_tokens"
@@ -194,7 +194,8 @@ def notes_of_counted(counted: Mapping[str, Counted], ranks: int) -> list[str]:
     modules: dict[tuple[Call, str], list[str]] = {}
     for name, each in counted.items():
         for call in sorted(each.calls):
-            meaning = _MOVED if isinstance(each.calls[call], Moved) else _MEANING[call[0]]
+            line = each.calls[call]
+            meaning = _MOVED if isinstance(line, Moved) else _OF_KEYS if line == KEYS else _MEANING[call[0]]
             modules.setdefault((call, meaning), []).append(name)
     return [
         f"cp={ranks}: {operator} at {where} in {names[0] or 'the model'}"
@@ -319,11 +320,7 @@ def sum_tokens(x: Tensor, dim: int, keepdim: bool, mean: bool, mask: Any) -> Ten
 
     Sums are at least fp32. Raises: PlanError for rows that are laid end to end, of which a rank has parts.
     """
-    if mask.rows > 1:
-        raise PlanError(
-            f"context parallelism: {model_line()} sums over the tokens of a row, but rows with masks of their own are laid "
-            "end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
+    refuse_end_to_end("sums over the tokens of a row", mask)
     # What fills a rank up is no token.
     local = x.narrow(dim, 0, mask.real_tokens).sum(dim, keepdim=keepdim, dtype=wide(x.dtype))
     total: Tensor = _SumOverAxis.apply(local, mask.axis)
@@ -354,6 +351,7 @@ _MASKS = "masking_utils.py:"  # of transformers: pairs of tokens, and no positio
 _SUMS = ("sum", "mean")
 _NAMES = ("arange", "mul", "div", *_SUMS, *MOVING, *PRODUCTS, *PAIRS)
 _MOVED = "it reads some tokens for others, so they are gathered, and what comes out is a rank's own"
+_OF_KEYS = "it is of the keys, which a rank has of all"
 _MEANING = {
     "arange": "positions of a rank's own tokens",
     "mul": "the number of tokens is that of a row",

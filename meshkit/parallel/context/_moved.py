@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from meshkit.errors import PlanError
-from meshkit.parallel.context._whole import gather_tokens, own_tokens
+from meshkit.parallel.context._whole import gather_tokens, own_tokens, refuse_end_to_end
 from meshkit.program import Operation, TensorRef, model_line, tensors
 
 CUT = "slice"
@@ -128,11 +128,8 @@ def _bound(one: int | None, other: int | None, tokens: tuple[int, int]) -> Bound
 
 def move(line: Moved, func: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
     """Run such a line. Wire: all-gather of each tensor of a rank's own tokens, backward reduce-scatter."""
-    if getattr(mask, "rows", 0) > 1 and not line.alone:
-        raise PlanError(
-            f"context parallelism: {model_line()} reads some tokens of a row for others, but rows with masks of their own "
-            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
-        )
+    if not line.alone:
+        refuse_end_to_end("reads some tokens of a row for others", mask)
     name = next((key for key in ("input", "tensors") if key in kwargs), None)
     given = kwargs.pop(name) if name else args[0]
     rest = args if name else args[1:]

@@ -225,7 +225,8 @@ def gather_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
 
     Wire: all-gather, backward reduce-scatter. Raises: PlanError for a tensor of one row where rows are laid end to end.
     """
-    _refuse_one_of_rows(dim, mask)
+    if dim == 0:
+        refuse_end_to_end("reads some tokens of a row for others", mask)
     rows = tensor.movedim(dim, 1) if dim else tensor[None]
     gathered: Tensor = mask.in_order(gather_dim(mask.padded(rows), 1, mask.axis))
     return gathered.movedim(1, dim) if dim else gathered[0]
@@ -234,14 +235,16 @@ def gather_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
 @noted(reading=_read_own)
 def own_tokens(tensor: Tensor, dim: int, mask: Any) -> Tensor:
     """All tokens in, this rank's out. dim: as of `gather_tokens`. No communication."""
-    _refuse_one_of_rows(dim, mask)
+    if dim == 0:
+        refuse_end_to_end("reads some tokens of a row for others", mask)
     own: Tensor = mask.own(tensor.movedim(dim, 1) if dim else tensor[None])
     return own.movedim(1, dim) if dim else own[0]
 
 
-def _refuse_one_of_rows(dim: int, mask: Any) -> None:
-    if dim == 0 and mask.rows > 1:
+def refuse_end_to_end(what: str, mask: Any) -> None:
+    """Raises: PlanError for rows with masks of their own, of which a rank has parts."""
+    if getattr(mask, "rows", 0) > 1:
         raise PlanError(
-            f"context parallelism: {model_line()} reads some tokens of a row for others, but rows with masks of their own "
-            "are laid end to end. Give batches without padding or documents, whose rows have one mask, or use cp=1."
+            f"context parallelism: {model_line()} {what}, but rows with masks of their own are laid end to end. Give batches "
+            "without padding or documents, whose rows have one mask, or use cp=1."
         )
