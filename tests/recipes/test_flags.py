@@ -12,7 +12,7 @@ import pytest
 import meshkit as mk
 from meshkit.errors import DataError, PlanError
 from meshkit.preflight.estimate.recipe import Recipe, load_script
-from meshkit.recipes import ParallelFlags, TrainFlags
+from meshkit.recipes import ParallelFlags, RampFlags, TrainFlags
 from meshkit.recipes.flags import STRATEGY_FIELDS
 from meshkit.strategy import (
     ActivationOffload,
@@ -180,3 +180,11 @@ def test_estimate_reads_the_file_as_the_recipe_does(file: Path) -> None:
     assert recipe.microbatches == 4
     with pytest.raises(PlanError, match="--compile makes"):
         Recipe.read(load_script(script), ["--strategy", str(file), "--no-compile"], script=script)
+
+
+def test_a_batch_that_grows_has_more_microbatches_of_the_same_size() -> None:
+    config = RampFlags(global_batch=8, microbatches=2, last_batch=32, ramp_tokens=4000)
+    sizes = [config.batch_ramp()(tokens) for tokens in (0, 2000, 4000)]
+    assert sizes == [8, 16, 32]
+    assert [config.microbatches_of(size) for size in sizes] == [2, 4, 8]
+    assert RampFlags(global_batch=8).batch_ramp()(10**9) == 8
