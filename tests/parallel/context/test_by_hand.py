@@ -23,6 +23,7 @@ from meshkit.strategy import Strategy
 from tests.laws.parity.cases import TOKENS as BYTES_TOKENS
 from tests.laws.parity.cases import mesh_for
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
+from tests.parallel.context.compared import worst_difference
 from tests.parallel.context.test_modules import TOKENS, VOCAB, OwnBlock, OwnModel
 from tests.world import pool
 from tests.zoo import causal
@@ -119,16 +120,9 @@ def model_and_batch(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def error_of_a_run(kind: str, mesh: str, recompute: str, microbatches: int) -> float:
-    """The largest difference in loss and gradients; 13 tokens, which no number of ranks divides."""
-    one, batch = model_and_batch(kind)
-    loss = F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
-    loss.backward()
-    expected = {name: param.grad for name, param in one.named_parameters()}
-    model, _ = model_and_batch(kind)
-    run = mk.parallelize(model, mesh_for(mesh), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
-    own = {name: x.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, x in batch.items()}
-    seen = abs(float(run.forward_backward(own, microbatches=microbatches).detach()) - float(loss.detach()))
-    return max(seen, *(float((full_tensor(p.grad) - expected[name]).abs().max()) for name, p in run.named_parameters()))
+    """13 tokens, which no number of ranks divides."""
+    (one, batch), (model, _) = model_and_batch(kind), model_and_batch(kind)
+    return worst_difference(one, model, batch, mesh, plan=PLAN, recompute=recompute, microbatches=microbatches)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import notes_of_counted, refuse_counted
@@ -22,6 +21,7 @@ from meshkit.strategy import Strategy
 from tests.laws.parity.cases import TOKENS as BYTES_TOKENS
 from tests.laws.parity.cases import mesh_for
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
+from tests.parallel.context.compared import worst_difference
 from tests.parallel.context.test_by_hand import error_of_a_zoo_model
 from tests.parallel.context.test_modules import ROWS, TOKENS, VOCAB, OwnBlock, OwnModel
 from tests.world import pool
@@ -176,19 +176,7 @@ def error_of_a_run(kind: str, mesh: str, recompute: str, microbatches: int) -> f
     model.load_state_dict(one.state_dict())
     ids = torch.randint(0, VOCAB, (2 * ROWS, TOKENS + 1))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    with torch.compiler.set_stance("force_eager"):
-        loss = F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
-    loss.backward()
-    expected = {name: param.grad for name, param in one.named_parameters()}
-    run = mk.parallelize(model, mesh_for(mesh), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
-    own = {name: x.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, x in batch.items()}
-    seen = abs(float(run.forward_backward(own, microbatches=microbatches).detach()) - float(loss.detach()))
-    errors = [
-        float((full_tensor(param.grad) - expected[name]).abs().max())
-        for name, param in run.named_parameters()
-        if expected[name] is not None
-    ]
-    return max(seen, *errors)
+    return worst_difference(one, model, batch, mesh, plan=PLAN, recompute=recompute, microbatches=microbatches)
 
 
 @pytest.mark.parametrize(
