@@ -95,7 +95,7 @@ def join_world(rank: int, ranks: int, folder: str, *, device_type: str = "cpu") 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"OMP_NUM_THREADS": "1"} if device.type == "cpu" else {}
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,

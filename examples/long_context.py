@@ -168,7 +168,7 @@ def by_position(run: mk.Run, tokens: Tokens, tokenizer: Tokenizer, config: Confi
 
     window: look back on that many tokens only.
     """
-    sizes = token_bytes(tokenizer).to(run.mesh.device)
+    sizes = token_bytes(tokenizer)  # where batches lie when they are counted: on the host
 
     def in_bucket(batch: dict[str, Tensor]) -> Iterator[Tensor]:
         """The labels of each bucket, the others ignored. A rank of cp knows the positions of the tokens that it holds."""

@@ -1,6 +1,9 @@
 """Imported once by the fork server, so that every rank of every test starts with it."""
 
+import os
 import warnings
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks of tests are many on a machine; those of GPUs are spawned: tests/device
 
 import hypothesis  # noqa: F401  # what test modules import, which each rank would import again
 import pytest  # noqa: F401

@@ -53,12 +53,12 @@ class RankError(AssertionError):
     unanswered = False
 
 
-def fork(target: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
+def fork(target: Callable[..., Any], *args: Any, daemon: bool = False, context: Any = CONTEXT) -> Any:
     """A process, started, in which torch is imported. It ends with this one, even if this one is killed."""
-    ends, life = CONTEXT.Pipe(
+    ends, life = context.Pipe(
         duplex=False
     )  # nothing is sent; of each process its own, since the kernel tells one of it
-    process = CONTEXT.Process(target=_owned, args=(ends, target, args), daemon=daemon)
+    process = context.Process(target=_owned, args=(ends, target, args), daemon=daemon)
     process.start()
     ends.close()
     process.life = life  # type: ignore[attr-defined]  # open as long as somebody knows the process
@@ -68,8 +68,8 @@ def fork(target: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
 class World:
     """`size` processes with an initialised process group, waiting for functions to run."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.runs = size, 0
+    def __init__(self, size: int, context: Any = CONTEXT) -> None:
+        self.size, self.runs, self._context = size, 0, context
         self._folder = tempfile.mkdtemp(prefix="meshkit-world-")
         # As torchrun has it. Who waits for a key is told when it comes; of a file he would ask every 10 ms, and ranks wait
         # for keys in each group that they make, and in each module of a first step.
@@ -77,8 +77,8 @@ class World:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            here, there = CONTEXT.Pipe()
-            process = fork(_serve, rank, size, self._store.port, self._folder, there, daemon=True)
+            here, there = context.Pipe()
+            process = fork(_serve, rank, size, self._store.port, self._folder, there, daemon=True, context=context)
             there.close()
             self._connections.append(here)
             self._processes.append(process)
@@ -96,7 +96,7 @@ class World:
             if not error.crashed:
                 raise
             CRASHES.append(f"{function.__name__} on {self.size} ranks: {error}")
-        fresh = World(self.size)  # this one is dead
+        fresh = World(self.size, self._context)  # this one is dead
         try:
             return fresh._run(function, *args, timeout_s=timeout_s)
         finally:

@@ -35,7 +35,7 @@ def bits_per_byte(
     documents: attention and positions stop at the end of a document. Every rank must call it.
     """
     # Bytes, not tokens: a tokenizer with longer tokens has fewer of them to predict, each with more nats.
-    sizes = token_bytes(tokenizer).to(run.mesh.device)
+    sizes = token_bytes(tokenizer)  # where batches lie when they are counted: on the host
 
     def count_bytes(batch: Batch) -> Tensor:
         labels = batch["labels"]

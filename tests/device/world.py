@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing as mp
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.device import build, load
-from tests.world import World
+from tests.world import CONTEXT, World
 
 BACKENDS = {"late": "cpu:gloo,late:late", "cuda": "cpu:gloo,cuda:nccl"}
+# torchao asks for GPUs when it is imported, after which CUDA refuses to start in what is forked.
+CONTEXTS = {"cuda": mp.get_context("spawn")}
 BY_CHANCE = 0.3  # of what is queued on `late`, some is run by chance so often
 
 _worlds: dict[tuple[int, str], World] = {}
@@ -30,7 +33,7 @@ def run(
         build()  # before ranks wait for it
     world = _worlds.get((size, device))
     if world is None or not world.alive:
-        world = _worlds[size, device] = World(size)
+        world = _worlds[size, device] = World(size, CONTEXTS.get(device, CONTEXT))
     return world.run(_on_rank, device, seed, function, *args, timeout_s=timeout_s)
 
 

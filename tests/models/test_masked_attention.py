@@ -297,6 +297,7 @@ def test_a_tensor_that_stays_where_it_is_has_no_copy() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("sizes", [(64, 64), (48, 20), (192, 128)], ids=["equal", "odd", "latent"])
 def test_cuda_packed_documents_are_those_of_the_cpu(window: int | None, sizes: tuple[int, int]) -> None:

@@ -62,8 +62,9 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_warm_up_that_is_longer_than_the_run_is_refused_before_anything_is_made() -> None:
     with pytest.raises(DataError, match="--warmup-steps 15 does not fit into --steps 4. Give 0 to 4."):
-        Config.parse(["--steps", "4"])
+        Config.parse(["--steps", "4", "--warmup-steps=15"])
     assert Config.parse(["--steps", "4", "--warmup-steps", "4"]).warmup_steps == 4
+    assert Config.parse(["--steps", "4"]).warmup_steps == 4, "nobody asked for the default"
 
 
 def test_every_flag_of_a_strategy_has_its_place_in_it() -> None:

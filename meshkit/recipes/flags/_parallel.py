@@ -79,28 +79,30 @@ class ParallelFlags(Ranged):
 
         args: default those of the process. options: of `tyro.cli`.
         Raises: PlanError for a flag that is given beside --strategy and says otherwise than the file, also if what it says
-        is the flag's default; DataError for a warm-up that is longer than the run, and for an --out or
+        is the flag's default; DataError for a warm-up that was asked for and is longer than the run, and for an --out or
         --cache where no folder can be. A number outside of its range ends the process with 2, as what tyro cannot read.
         """
         import tyro  # of the extra `recipes`; without it a Config can still be made by keyword
 
         config: Self = tyro.cli(cls, args=args, **options)
+        # tyro says what a flag holds, not whether it was given. Both spellings of a bool: --sequence and --no-sequence.
+        words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
+        names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+        given = names | {name.removeprefix("no_") for name in names}
         if isinstance(config, StepFlags) and config.warmup_steps > config.steps:
             # Now, and not when the schedule is made, which in some recipes is minutes later.
-            raise DataError(
-                f"--warmup-steps {config.warmup_steps} does not fit into --steps {config.steps}. Give 0 to {config.steps}."
-            )
+            if "warmup_steps" in given:
+                raise DataError(
+                    f"--warmup-steps {config.warmup_steps} does not fit into --steps {config.steps}. "
+                    f"Give 0 to {config.steps}."
+                )
+            config = dataclasses.replace(config, warmup_steps=config.steps)
         for flag in ("out", "cache"):
             if flag in vars(config):
                 refuse_folder(flag, getattr(config, flag))
         if config.strategy is None:
             return config
-        # tyro says what a flag holds, not whether it was given: a default that was typed must be refused beside the file,
-        # too.
-        words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
-        # Both spellings of a bool: --sequence and --no-sequence.
-        names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-        chosen = config._read_strategy(names | {name.removeprefix("no_") for name in names})
+        chosen = config._read_strategy(given)  # a default that was typed must be refused beside the file, too
         # The fields that recipes read themselves, besides `parallel`: they must not go on saying the default.
         values: dict[str, Any] = {"zero": chosen.zero, "sequence": chosen.sequence, "compile": chosen.compile}
         if isinstance(chosen.mesh, MeshSpec):

@@ -1,0 +1,52 @@
+"""Every recipe trains and evaluates on the device `late`: tensors of the host and of the device meet in none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.device.world import run
+from tests.recipes.launch import command_line, write_corpus
+from tests.recipes.test_bf16 import RECIPES, flags_of, inputs, step_of  # noqa: F401  # a fixture
+
+pytestmark = pytest.mark.gate
+TEXT = {
+    "steps": 2,
+    "warmup-steps": 1,
+    "eval-every": 1,
+    "eval-batches": 1,
+    "save-every": 2,
+    "seq-len": 64,
+    "global-batch": 2,
+}
+OF_TEXT: dict[str, dict[str, object]] = {
+    "llama_pretrain": {"offload": "host"},
+    "moe_pretrain": {},
+    "long_context": {},
+    "diloco_pretrain": {"every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
+
+
+@pytest.mark.parametrize("recipe", OF_TEXT)
+def test_a_recipe_of_text_runs_on_a_device(recipe: str, corpus: Path, tmp_path: Path) -> None:
+    flags = command_line({**TEXT, **OF_TEXT[recipe]}, data=corpus, cache=tmp_path / "cache", out=tmp_path / "out")
+    assert run(1, step_of, recipe, flags) == [(None, [])]
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert losses and all(loss is None or math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_post_training_runs_on_a_device(recipe: str, inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+    # In fp32: packed rows in bf16 have a kernel of CUDA's alone.
+    flags = [*flags_of(recipe, "one", inputs, tmp_path / "out"), "--precision", "fp32"]
+    assert run(1, step_of, recipe, flags) == [(None, [])]
+    (line,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert math.isfinite(line["loss"])
