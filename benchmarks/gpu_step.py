@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_step.py --record              # one GPU, some minutes
     python benchmarks/gpu_step.py --preset tiny         # that it runs, on a CPU
+    python benchmarks/gpu_step.py --again               # no GPU: recorded rows beside what is predicted of them now
 
 A case is a loop (meshkit, or transformers' decoder with fully_shard by hand: `loops.py`), a length and what the strategy
 says besides. Cases run one after the other, each on the whole device, in one process a loop: a GPU has room for one. Each
 compiles its blocks, warms up, and times every step by events of the device, without waiting for it. The median and quartiles
-are of steps. The losses of two loops on one work must agree, or nothing is reported.
+are of steps. The losses of two loops on one work must agree, or nothing is reported. Rows of meshkit have beside them what
+`estimate` and `forecast` say of the step on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -97,6 +99,8 @@ class Settings:
     """begin no case after so many seconds"""
     record: bool = False
     """append a row per case to benchmarks/results/gpu_step.jsonl"""
+    again: bool = False
+    """predict the recorded rows again, and run nothing"""
 
 
 def cases(settings: Settings) -> list[Case]:
@@ -253,6 +257,34 @@ def row_of(case: Case, told: dict[str, Any], settings: Settings) -> dict[str, An
     return row
 
 
+SHEETS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100"}
+
+
+def predicted(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a row of meshkit, by nothing but the model and the strategy: bytes, and seconds on the datasheet of its GPU."""
+    fields = {field.name: row[field.name] for field in dataclasses.fields(Case)}
+    case = Case(**fields)
+    config = work_of(case, Settings(preset=row["preset"])).config
+    with torch.device("meta"):
+        model = mk.models.Llama(config)
+    strategy, batch = strategy_of(case, compile=True), mk.Batch(sequences=case.rows, seq_len=case.tokens)
+    said = mk.estimate(model, "dp_shard=1", strategy, rows=case.rows, seq_len=case.tokens)
+    found: dict[str, Any] = {"peak_bytes": said.peak_bytes}
+    if (sheet := SHEETS.get(row["gpu"])) is not None:
+        forecast = mk.forecast(model, strategy, sheet, batch, spec="dp_shard=1")
+        found |= {"sheet": sheet, "step_s": round(forecast.seconds, 4), "unpriced": list(forecast.profile.unpriced)}
+    return found
+
+
+def again() -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for row in rows:
+        if row["loop"] == "meshkit" and "error" not in row:
+            row["predicted"] = predicted(row)
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
 def refuse_other_losses(rows: list[dict[str, Any]]) -> None:
     """Two loops on one work learn the same."""
     works: dict[tuple[int, int], dict[str, list[float]]] = {}
@@ -268,23 +300,32 @@ def refuse_other_losses(rows: list[dict[str, Any]]) -> None:
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    right = [
-        Column(name, justify="right")
-        for name in ("tokens", "s/step", "tokens/s", "MFU full", "causal", "GiB", "reserved")
-    ]
+    names = "rows", "tokens", "s/step", "forecast", "tokens/s", "MFU full", "causal", "GiB", "estimate", "reserved"
+    right = [Column(name, justify="right") for name in names]
     table = Table("loop", "variant", *right)
     for row in rows:
         if "error" in row:
-            table.add_row(row["loop"], row["variant"], f"{row['tokens']:,}", row["error"][:60])
+            table.add_row(row["loop"], row["variant"], str(row["rows"]), f"{row['tokens']:,}", row["error"][:60])
             continue
         gib = [f"{row.get(key, 0) / 2**30:.2f}" for key in ("peak_allocated_bytes", "peak_reserved_bytes")]
         mfu = [f"{row[key]:.1%}" if key in row else "" for key in ("mfu_full", "mfu_causal")]
-        step_s, rate = f"{row['step_s']['median']:.4f}", f"{row['tokens_per_s']:,.0f}"
-        table.add_row(row["loop"], row["variant"], f"{row['tokens']:,}", step_s, rate, *mfu, *gib)
+        step_s, said = row["step_s"]["median"], row.get("predicted", {})
+        off_s = f"{said['step_s'] / step_s - 1:+.1%}" if "step_s" in said else ""
+        off = (
+            f"{said['peak_bytes'] / row['peak_allocated_bytes'] - 1:+.1%}"
+            if "peak_allocated_bytes" in row and said
+            else ""
+        )
+        size = [str(row["rows"]), f"{row['tokens']:,}"]
+        rate = f"{row['tokens_per_s']:,.0f}"
+        table.add_row(row["loop"], row["variant"], *size, f"{step_s:.4f}", off_s, rate, *mfu, gib[0], off, gib[1])
     return table
 
 
 def main(settings: Settings) -> None:
+    if settings.again:
+        Console(width=150).print(table_of(again()))
+        return
     context, rows, began = multiprocessing.get_context("spawn"), [], time.perf_counter()
     for loop in settings.loops:
         chosen = [case for case in cases(settings) if case.loop == loop]
@@ -297,12 +338,14 @@ def main(settings: Settings) -> None:
             try:
                 while (told := here.recv()) is not None:
                     rows.append({**environment(), **row_of(*told, settings)})
+                    if loop == "meshkit" and "error" not in rows[-1] and settings.preset != "tiny":
+                        rows[-1]["predicted"] = predicted(rows[-1])
                     print(json.dumps({key: rows[-1][key] for key in rows[-1] if key != "losses"}), flush=True)
             except EOFError:
                 print(f"{loop}: the process ended", flush=True)
             process.join(30)
     refuse_other_losses(rows)
-    Console(width=130).print(table_of(rows))
+    Console(width=150).print(table_of(rows))
     if settings.record:
         with RESULTS.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

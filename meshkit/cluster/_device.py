@@ -128,7 +128,9 @@ class Device:
         return self.idle_watts * step_s + (self.watts - self.idle_watts) * busy_s
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Raises: ClusterError for a dtype whose peak is not given."""
+        """Of float8_e4m3fn and its kin float8's, where a file has no other. Raises: ClusterError for a dtype without."""
+        if dtype.startswith("float8") and dtype not in self.flops_per_s and "float8" in self.flops_per_s:
+            dtype = "float8"
         if dtype not in self.flops_per_s:
             raise ClusterError(
                 f"{self.name} has no peak for {dtype}, only for {', '.join(self.flops_per_s)}. Give "

@@ -111,9 +111,13 @@ def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list
 
 
 def _refuse_hardware(policy: Fp8, device_type: str) -> None:
-    """Raise PlanError for a device without fp8. On a machine without GPUs a plan for GPUs passes: there is nothing to ask."""
+    """Raise PlanError for a device without fp8. On a machine without GPUs a plan for GPUs passes, and so does one in a fake
+    world, whose host stands for them: there is nothing to ask.
+    """
     needed = CAPABILITY[policy.recipe]
     if device_type == "cuda" and not torch.cuda.is_available():
+        return
+    if dist.is_initialized() and _torch.is_fake_group(_torch.world()):
         return
     capability = torch.cuda.get_device_capability() if device_type == "cuda" and torch.version.cuda else None
     if capability is None or capability < needed:

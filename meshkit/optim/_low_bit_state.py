@@ -13,6 +13,7 @@ blocks, which take a smaller size for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,17 +72,18 @@ class LowBitState:
         """values: [..., C] fp32 -> (codes [..., code_columns(C)] uint8, scales [..., scale_columns(C)] fp32)."""
         columns = values.shape[-1]
         blocks = self.scale_columns(columns)
-        padded = torch.nn.functional.pad(values, (0, blocks * self.block - columns))
-        largest = reduce(padded.abs(), "... (block c) -> ... block", "max", c=self.block).clamp(min=SMALLEST_SCALE)
+        left = blocks * self.block - columns
+        padded = torch.nn.functional.pad(values, (0, left)) if left else values
+        largest = reduce(padded.abs(), "... (block c) -> ... block", "max", c=self.block).clamp_(min=SMALLEST_SCALE)
         # The largest element of a block becomes 448, the largest e4m3 number; rounding of the quotient may exceed it,
         # and to() would then give NaN: hence the clamp.
         if self.states == "fp8":
             scale = largest / E4M3_MAX
-            codes = (values / self._spread(scale, columns)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+            codes = self._by_block(torch.div, values, scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8), scale
         # The nearest level, by the midpoints between levels.
         _, between = self._levels(values)
-        scaled = values / self._spread(largest, columns)
+        scaled = self._by_block(torch.div, values, largest)
         codes = torch.bucketize(scaled, between, out_int32=True, right=True).to(torch.uint8)
         if self.states == "4bit":
             codes = torch.nn.functional.pad(codes, (0, columns % 2))
@@ -91,13 +93,12 @@ class LowBitState:
 
     def decode(self, codes: Tensor, scale: Tensor, columns: int) -> Tensor:
         """The values, [..., C] fp32."""
-        spread = self._spread(scale, columns)
         if self.states == "fp8":
-            return codes.view(torch.float8_e4m3fn).float() * spread
+            return self._by_block(torch.mul, codes.view(torch.float8_e4m3fn).float(), scale)
         if self.states == "4bit":
             codes = rearrange([codes >> 4, codes & 15], "nibble ... c -> ... (c nibble)")[..., :columns]
         known, _ = self._levels(codes)
-        return known[codes.int()] * spread
+        return self._by_block(torch.mul, known[codes.int()], scale)
 
     def _levels(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(levels, midpoints between them) on the device of `like`."""
@@ -105,8 +106,11 @@ class LowBitState:
         make = _levels_on.__wrapped__ if _torch.is_fake(like) else _levels_on
         return make(self.states, self.signed, like.device)
 
-    def _spread(self, scale: Tensor, columns: int) -> Tensor:
-        return scale.repeat_interleave(self.block, -1)[..., :columns]
+    def _by_block(self, operator: Callable[[Tensor, Tensor], Tensor], values: Tensor, scale: Tensor) -> Tensor:
+        """The operator of each value and its block's scale."""
+        if values.shape[-1] % self.block:
+            return operator(values, scale.repeat_interleave(self.block, -1)[..., : values.shape[-1]])
+        return operator(values.unflatten(-1, (-1, self.block)), scale.unsqueeze(-1)).flatten(-2)
 
 
 @cache

@@ -380,7 +380,11 @@ class Walk:
 
 def _indices(full: Tensor, local: Tensor, dim: int) -> Tensor | None:
     """The indices along `dim` whose slices of `full` are `local`; None if there are none."""
-    if any(size != local.shape[other] for other, size in enumerate(full.shape) if other != dim) or not local.numel():
+    if any(size != local.shape[other] for other, size in enumerate(full.shape) if other != dim):
+        return None
+    if not local.shape[dim]:
+        return torch.empty(0, dtype=torch.int64)  # the last of many ranks may have none of a few features
+    if not local.numel():
         return None
     # One line along the dim tells which they are, if any.
     a, b = (each[tuple(slice(None) if other == dim else 0 for other in range(each.ndim))] for each in (full, local))

@@ -1,8 +1,10 @@
-"""A training process beside its steps: garbage collection in chosen ones (gc), precision of fp32 products (TF32)."""
+"""A training process beside its steps: garbage collection in chosen ones (gc), TF32 in fp32 products, order of sums."""
 
 from __future__ import annotations
 
 import gc
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -45,6 +47,15 @@ def multiplying_fp32(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
     before = matmul.fp32_precision
     matmul.fp32_precision = precision
     try:
-        yield
+        with warnings.catch_warnings():
+            # Inductor's advice, where whole products are meant.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            yield
     finally:
         matmul.fp32_precision = before
+
+
+def add_in_one_order() -> None:
+    """From now on kernels add in the same order whenever they run (torch.use_deterministic_algorithms), which is slower."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on CUDA
+    torch.use_deterministic_algorithms(True)

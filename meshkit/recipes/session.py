@@ -50,7 +50,7 @@ from meshkit.strategy import Strategy
 from .flags import RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
 from .foresight import Foresight
-from .process import collecting_garbage, multiplying_fp32
+from .process import add_in_one_order, collecting_garbage, multiplying_fp32
 from .replanning import Replanning
 
 ROLLBACKS = 3  # of a process: what comes back so often is no cosmic ray
@@ -116,6 +116,8 @@ class Session:
         # A folder for each part: parts may be on different ranks, and each is saved by the ranks of its mesh.
         self._parts = [(Checkpointer(folder / name, keep=config.keep), *part) for name, part in (parts or {}).items()]
         every = _every(config, "corruption_every", run)
+        if every and getattr(config, "replay_every", 0) and self.mesh.device.type != "cpu":
+            add_in_one_order()
         self._corruption = (
             CorruptionGuard(run, optimizer, every_steps=every, replay_every=config.replay_every)
             if every and isinstance(config, StepFlags) and isinstance(run, Run) and optimizer is not None

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.device.world import run
 from tests.recipes.launch import command_line, write_corpus
@@ -41,6 +42,19 @@ def test_a_recipe_of_text_runs_on_a_device(recipe: str, corpus: Path, tmp_path: 
     assert run(1, step_of, recipe, flags) == [(None, [])]
     losses = [json.loads(line).get("loss") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses and all(loss is None or math.isfinite(loss) for loss in losses)
+
+
+def step_in_one_order(recipe: str, flags: list[str]) -> bool:
+    step_of(recipe, flags)
+    found = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def test_a_replay_on_a_device_adds_in_one_order(corpus: Path, tmp_path: Path) -> None:
+    flags = command_line({**TEXT, "corruption-every": 1, "replay-every": 1, "adam-states": "8bit"}, data=corpus)
+    paths = command_line({}, cache=tmp_path / "cache", out=tmp_path / "out")
+    assert run(1, step_in_one_order, "llama_pretrain", [*flags, *paths]) == [(True, [])]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

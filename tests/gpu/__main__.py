@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,12 +22,14 @@ import tyro
 from benchmarks.rows import environment
 from tests.device import world
 from tests.device.cells import judged
-from tests.gpu.rows import PAGE, ROOT, ROWS, Row, page, write
+from tests.gpu.rows import PAGE, ROOT, ROWS, STEPS, Row, page, read, write
 from tests.laws.gate.cell import Cell, draw
 from tests.laws.gate.choose import covering
 from tests.world import RankError
 
 BENCHMARKS = (
+    "benchmarks/gpu_step.py --record",
+    "benchmarks/quantize.py --record",
     "benchmarks/step_time.py --mesh dp_shard={ranks}",
     "benchmarks/loss.py",
     "benchmarks/experts.py",
@@ -60,10 +63,10 @@ def main(config: Config) -> int:
     about = {**environment(), "device": environment()["gpu"] or config.device, "ranks": ranks}
     rows: list[Row] = []
     try:
-        for row in (*_cells(config, ranks), *_benchmarks(config, ranks)):
+        for row in chain(_cells(config, ranks), _benchmarks(config, ranks)):
             rows.append({**about, **row})
             write(rows, config.rows)  # at once: an interrupted run keeps what it has
-            config.page.write_text(page(rows))
+            config.page.write_text(page(rows, read(STEPS)))
             print(row["kind"], row["name"], row.get("broken") or row.get("status") or "holds", flush=True)
     finally:
         world.end()

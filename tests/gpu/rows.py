@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
+STEPS = ROOT / "benchmarks" / "results" / "gpu_step.jsonl"
 PAGE = ROOT / "docs" / "gpu.md"
 Row = dict[str, Any]
 
@@ -31,8 +32,8 @@ def write(rows: Sequence[Row], file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page of these rows: of one run, since a run replaces the rows of the one before."""
+def page(rows: Sequence[Row], steps: Sequence[Row] = ()) -> str:
+    """The page of these rows: of one run, since a run replaces the rows of the one before. steps: of gpu_step.py."""
     if not rows:
         return HEAD + NOTHING
     first = rows[0]
@@ -50,7 +51,46 @@ def page(rows: Sequence[Row]) -> str:
     if benchmarks:
         lines += ["", "| benchmark | status | its last lines |", "|---|---|---|"]
         lines += [f"| `{row['name']}` | {row['status']} | {_cell(row['output'])} |" for row in benchmarks]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_steps(steps)]) + "\n"
+
+
+def _steps(rows: Sequence[Row]) -> list[str]:
+    """Of each case the seconds and bytes that were measured, and by how much what was predicted is off."""
+    if not rows:
+        return []
+    first = rows[0]
+    lines = [
+        "",
+        "## A step, and what was said of it before",
+        "",
+        f"`python benchmarks/gpu_step.py --record`: layers of an 8B-shaped model on one {first['gpu']}, bf16, blocks "
+        f"compiled (torch {first['torch']}, commit `{first['commit'][:12]}`). plain: transformers' decoder with "
+        "`fully_shard` by hand. MFU counts attention's whole square, of the datasheet's peak. Forecast and estimate: by how "
+        "much `mk.forecast` on that GPU's datasheet and `mk.estimate` are off, which know the model and the strategy alone; "
+        "`--again` makes them anew. The datasheet's shares of its peaks were chosen on these rows: the forecasts' errors are "
+        "of a fit.",
+        "",
+        "| loop | variant | rows × tokens | layers | s a step | forecast | tokens/s | MFU | GiB | estimate | reserved |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "error" in row:
+            continue
+        said, step_s, size = row.get("predicted"), row["step_s"]["median"], row["peak_allocated_bytes"]
+        off = [f"{said['step_s'] / step_s - 1:+.1%}", f"{said['peak_bytes'] / size - 1:+.1%}"] if said else ["", ""]
+        if said and said["unpriced"]:
+            off[0] += f" (without {', '.join(said['unpriced'])})"
+        told = [
+            row["loop"],
+            row["variant"],
+            f"{row['rows']} × {row['tokens']:,}",
+            str(row["layers"]),
+            f"{step_s:.4f}",
+            off[0],
+        ]
+        told += [f"{row['tokens_per_s']:,.0f}", f"{row['mfu_full']:.1%}", f"{size / 2**30:.2f}", off[1]]
+        lines.append("| " + " | ".join([*told, f"{row['peak_reserved_bytes'] / 2**30:.2f}"]) + " |")
+    return lines
 
 
 def _cell(text: str) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.__main__ import Config, fitting, main, most
-from tests.gpu.rows import PAGE, page, read
+from tests.gpu.rows import PAGE, STEPS, page, read
 
 BENCHMARK = "-c \"print('a ratio of 1.00')\""
 
 
 def test_the_page_is_that_of_the_rows_that_there_are() -> None:
-    assert PAGE.read_text() == page(read())
+    assert PAGE.read_text() == page(read(), read(STEPS))
 
 
 def test_without_rows_the_page_says_so_once() -> None:
@@ -40,7 +40,7 @@ def test_all_of_the_script_runs_on_a_device_that_is_no_gpu(tmp_path: Path) -> No
     assert main(config) == 0
     rows = read(config.rows)
     assert [row["kind"] for row in rows] == ["cell"] * 3 + ["benchmark"]
-    assert config.page.read_text() == page(rows)
+    assert config.page.read_text() == page(rows, read(STEPS))
     assert "**3 of 3 cells** kept every law" in page(rows)
     assert "a ratio of 1.00" in page(rows)
 

@@ -211,6 +211,7 @@ def test_a_block_compiles_into_one_graph_with_the_same_gradients(positions: Tens
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch 2.11's dynamo, as the next is
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("compiled", [False, True])

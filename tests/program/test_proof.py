@@ -46,7 +46,7 @@ def prove(model: nn.Module, plan: dict[str, object], *, size: int = 2, split: bo
 
 @pytest.mark.parametrize("rows", (1, 2))  # a rank's tokens of one row are one piece of memory
 @pytest.mark.parametrize("split", (False, True))
-@pytest.mark.parametrize("size", (2, 3, 4))
+@pytest.mark.parametrize("size", (2, 3, 4, 8))  # of 12 features the last two of 8 ranks have none
 def test_a_pair_is_proved(size: int, split: bool, rows: int) -> None:
     prove(Pair(), PAIR, size=size, split=split, rows=rows)
 

@@ -96,7 +96,7 @@ def forecast(
     microbatch of every data rank. spec: default, the strategy's mesh. mask: who sees whom, as `explain` takes it. profiles:
     kept between calls.
     What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Not priced: offload of
-    activations and of the optimizer, the overlap of FB rows of dualpipe-v, stragglers beyond `faults.jitter`.
+    activations, which the forecast then says, the overlap of FB rows of dualpipe-v, stragglers beyond `faults.jitter`.
     Raises: as `parallelize` does, with the same texts; ClusterError for a mesh or a dtype that the cluster has not.
     """
     chosen = Strategy.of(strategy, choices)

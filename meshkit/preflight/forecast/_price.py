@@ -18,10 +18,9 @@ from meshkit.cluster import hop_s as cluster_hop_s
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
 from meshkit.preflight.forecast._profile import Call, Part, StepProfile
+from meshkit.preflight.forecast._update import Update
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
-ADAM_BYTES = 28  # of an element in fp32: parameter, gradient and two moments are read, and all but the gradient written
-NORM_BYTES = 12  # clipping reads a gradient for its norm, then reads and writes it
 ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
 Ledger = dict[str, float]
 KERNELS = ("matmul", "attention", "other kernels", "recompute", "optimizer")  # lines of a ledger that compute
@@ -122,7 +121,7 @@ class StageSeconds:
         return fsum(self.ledgers[phase].values())
 
 
-def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> StageSeconds:
+def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, update: Update) -> StageSeconds:
     """Gathers and reductions of every microbatch are in its ledgers, those of once a step, and the optimizer, in `once`."""
     cluster = prices.cluster
     priced = [prices.part(part) for part in parts]
@@ -144,7 +143,12 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices) -> S
     copied = fsum(part.copied_bytes for part in parts)
     added = fsum(3 * part.grad_bytes for part in parts) * (microbatches - 1)
     once["other kernels"] += (copied + added) / rate
-    once["optimizer"] += sum(part.trained for part in parts) * (ADAM_BYTES + NORM_BYTES) / rate
+    once["optimizer"] += update.seconds(
+        sum(part.trained for part in parts),
+        cluster,
+        backward_s=fsum(backward),
+        step_s=microbatches * fsum([*forward, *backward]),
+    )
     return StageSeconds(ledgers, dict(once))
 
 
@@ -211,7 +215,7 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
     stages: list[StageSeconds] = []
     for parts in profile.stages:
         if id(parts) not in known:
-            known[id(parts)] = stage_seconds(parts, profile.microbatches, prices)
+            known[id(parts)] = stage_seconds(parts, profile.microbatches, prices, profile.update)
         stages.append(known[id(parts)])
     tail = _sum([_by_axis(profile.once, prices)])
     if profile.schedule is None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from meshkit.cluster import Op
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule
+from meshkit.preflight.forecast._update import FUSED, Update
 
 Ops = tuple[tuple[Op, int], ...]
 """operators with how often each runs"""
@@ -92,7 +93,8 @@ class StepProfile:
 
     stages: the parts of each pipeline stage, in the order of their calls; one without pp. schedule: the pipeline's table;
     None without pp. crossing: bytes between a stage and the next, forward and backward. once: what a step sends beside its
-    microbatches. flops: of the step over all ranks, as papers count them, attention's whole square.
+    microbatches. flops: of the step over all ranks, as papers count them, attention's whole square. update: the optimizer's.
+    unpriced: what the step does besides, and no number here counts.
     """
 
     spec: MeshSpec
@@ -104,3 +106,5 @@ class StepProfile:
     schedule: Schedule | None
     crossing: tuple[tuple[int, int], ...]
     once: tuple[Call, ...]
+    update: Update = FUSED
+    unpriced: tuple[str, ...] = ()

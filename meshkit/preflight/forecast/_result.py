@@ -102,6 +102,8 @@ class Forecast:
             "",
             f"{self.cluster.level}: {LEVELS[self.cluster.level]}",
         ]
+        if self.profile.unpriced:
+            lines.append(f"not priced: {', '.join(self.profile.unpriced)}; the step takes longer")
         if self.measured_s is not None:
             off = self.seconds / self.measured_s - 1
             lines.append(f"measured {self.measured_s:.4g} s: the forecast is {off:+.1%} off")

@@ -9,6 +9,7 @@ from meshkit.parallel.data import Zero
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
+from meshkit.preflight.forecast._update import Update
 from meshkit.resolve import Resolved
 
 OUTSIDE = ""
@@ -54,6 +55,8 @@ def step_profile(
         schedule=None if cut is None else cut.checked(spec.pp, microbatches).schedule,
         crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
         once=tuple(once),
+        update=Update.of(resolved.memory.optimizer, stages=cut is not None),
+        unpriced=("offload of activations",) if resolved.memory.offload is not None else (),
     )
 
 

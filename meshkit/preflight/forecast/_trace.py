@@ -204,11 +204,13 @@ def _op_of(
     if counted is None:
         return Op("memory", "", 0.0, 0.0, 0, 0, 0, 1, size, phase)
     flops = float(counted(*args, **kwargs, out_val=out))
-    matrices = [tensor for tensor in inputs if tensor.ndim >= 2]
     rows, columns = outputs[0].shape[-2:] if outputs[0].ndim >= 2 else (1, outputs[0].numel())
     batch = prod(outputs[0].shape[:-2])
     depth = round(flops / (2 * rows * columns * batch)) if rows * columns * batch else 0
-    dtype = str(matrices[-1].dtype).removeprefix("torch.")
+    # A bias comes before the factors, and scales of an fp8 product's rows after them.
+    sizes = (rows * depth, depth * columns)
+    factors = [tensor for tensor in inputs if tensor.ndim >= 2 and tensor.shape[-2] * tensor.shape[-1] in sizes]
+    dtype = str((factors or inputs)[-1].dtype).removeprefix("torch.")
     return Op("matmul", dtype, flops, flops, rows, columns, depth, batch, size, phase)
 
 

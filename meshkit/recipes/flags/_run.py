@@ -71,7 +71,8 @@ class StepFlags(LearnFlags):
     corruption_every: CountOrNone = 0
     """silent data corruption: compare weights and optimizer state in every so many steps; 0: never"""
     replay_every: CountOrNone = 0
-    """with --corruption-every: run one microbatch again in every so many steps; 0: never"""
+    """with --corruption-every: run one microbatch again in every so many steps, on a GPU with kernels that add in one order,
+    which are slower; 0: never"""
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
         """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls."""
