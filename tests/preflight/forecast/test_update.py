@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-
 import meshkit as mk
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
 from meshkit.core.rng import CHUNK
