@@ -269,7 +269,7 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
         model = mk.models.Llama(config)
     strategy, batch = strategy_of(case, compile=True), mk.Batch(sequences=case.rows, seq_len=case.tokens)
     said = mk.estimate(model, "dp_shard=1", strategy, rows=case.rows, seq_len=case.tokens)
-    found: dict[str, Any] = {"peak_bytes": said.peak_bytes}
+    found: dict[str, Any] = {"peak_bytes": said.peak_bytes, "reserved_bytes": said.reserved_bytes}
     if (sheet := SHEETS.get(row["gpu"])) is not None:
         forecast = mk.forecast(model, strategy, sheet, batch, spec="dp_shard=1")
         found |= {"sheet": sheet, "step_s": round(forecast.seconds, 4), "unpriced": list(forecast.profile.unpriced)}

@@ -67,7 +67,8 @@ def _steps(rows: Sequence[Row]) -> list[str]:
         f"compiled (torch {first['torch']}, commit `{first['commit'][:12]}`). plain: transformers' decoder with "
         "`fully_shard` by hand. MFU counts attention's whole square, of the datasheet's peak. Forecast and estimate: by how "
         "much `mk.forecast` on that GPU's datasheet and `mk.estimate` are off, which know the model and the strategy alone; "
-        "`--again` makes them anew. The datasheet's shares of its peaks were chosen on these rows: the forecasts' errors are "
+        "`--again` makes them anew. Behind what the allocator reserved is the estimate's error of that. "
+        "The datasheet's shares of its peaks were chosen on these rows: the forecasts' errors are "
         "of a fit.",
         "",
         "| loop | variant | rows × tokens | layers | s a step | forecast | tokens/s | MFU | GiB | estimate | reserved |",
@@ -89,7 +90,9 @@ def _steps(rows: Sequence[Row]) -> list[str]:
             off[0],
         ]
         told += [f"{row['tokens_per_s']:,.0f}", f"{row['mfu_full']:.1%}", f"{size / 2**30:.2f}", off[1]]
-        lines.append("| " + " | ".join([*told, f"{row['peak_reserved_bytes'] / 2**30:.2f}"]) + " |")
+        reserved = row["peak_reserved_bytes"]
+        told.append(f"{reserved / 2**30:.2f}" + (f" ({said['reserved_bytes'] / reserved - 1:+.1%})" if said else ""))
+        lines.append("| " + " | ".join(told) + " |")
     return lines
 
 

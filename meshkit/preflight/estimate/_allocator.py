@@ -4,12 +4,14 @@ Sizes are rounded up to 512 B. What is at most 1 MiB is cut out of segments of 2
 20 MiB; more gets a segment of its own, rounded up to 2 MiB. The smallest free block that fits is taken, the first by address
 among equals, and split if what is left is at least 512 B of a small segment, or more than 1 MiB of a large one. A freed block
 joins its free neighbours. Segments are never given back: reserved memory only grows.
-Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.11 and 2.15, with its default settings, one stream.
+Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.11 and 2.15, with its default settings. A stream's free blocks
+serve no other stream.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -93,18 +95,19 @@ class CachingAllocator:
 
 
 def reserved_bytes(changes: Iterable[Change]) -> int:
-    """What the allocator has asked the driver for after these changes of storages on the device."""
-    allocator = CachingAllocator()
+    """What the allocator has asked the driver for after these changes of storages on the device: for each stream its own."""
+    streams: defaultdict[int, CachingAllocator] = defaultdict(CachingAllocator)
     addresses: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for change in _without_regroups(changes):
+        allocator = streams[change.stream]
         size = sizes.get(change.storage, 0) + change.bytes
         sizes[change.storage] = size
         if change.storage in addresses:
             allocator.free(addresses.pop(change.storage))
         if size:
             addresses[change.storage] = allocator.allocate(size)
-    return allocator.reserved_bytes
+    return sum(allocator.reserved_bytes for allocator in streams.values())
 
 
 def _without_regroups(changes: Iterable[Change]) -> Iterable[Change]:

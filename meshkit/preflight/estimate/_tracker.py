@@ -58,22 +58,28 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A storage that grew, shrank or changed its kind. bytes: by how much the group's sum changes."""
+    """A storage that grew, shrank or changed its kind. bytes: by how much the group's sum changes. stream: on which it was
+    allocated, 0 for that of the computation.
+    """
 
     storage: int
     group: int
     bytes: int
     where: str
+    stream: int = 0
 
 
 @dataclass
 class _Storage:
-    """A live storage. number: of all that were seen; group: index in GROUPS; block: whose activation it is, "" for none."""
+    """A live storage. number: of all that were seen; group: index in GROUPS; block: whose activation it is, "" for none;
+    stream: as a `Change` has it.
+    """
 
     number: int
     bytes: int
     group: int
     block: str
+    stream: int
     alive: weakref.ref[UntypedStorage]
 
 
@@ -116,6 +122,7 @@ class Tracker:
         self._active = ExitStack()
         self._inputs = inputs
         self._count = 0
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._mode = _Mode(self)
 
     # ------------------------------------------------------------------------------------------------ being active
@@ -208,7 +215,7 @@ class Tracker:
         index = _INDEX[name]
         if is_on_host() or tensor.device.type != self._device.type or lies_on_host(storage):
             index, block = HOST, ""
-        entry = _Storage(self._count, 0, index, block, weakref.ref(storage, self._died(key)))
+        entry = _Storage(self._count, 0, index, block, self._stream(), weakref.ref(storage, self._died(key)))
         self._count += 1
         # The key is the address of the storage, which may be used again once the storage is freed: _died removes it first.
         self._storages[key] = entry
@@ -231,7 +238,7 @@ class Tracker:
         entry.bytes = size
         self._totals[entry.group] += grown
         if grown:
-            self.changes.append(Change(entry.number, entry.group, grown, self.where))
+            self.changes.append(Change(entry.number, entry.group, grown, self.where, entry.stream))
         if entry.block:
             self._by_block[entry.block] += grown
         if grown > 0:  # a peak is where something was allocated
@@ -253,13 +260,18 @@ class Tracker:
     def _regroup(self, entry: _Storage, group: str) -> None:
         if entry.group != _INDEX[group]:
             where = self.where
-            self.changes.append(Change(entry.number, entry.group, -entry.bytes, where))
-            self.changes.append(Change(entry.number, _INDEX[group], entry.bytes, where))
+            self.changes.append(Change(entry.number, entry.group, -entry.bytes, where, entry.stream))
+            self.changes.append(Change(entry.number, _INDEX[group], entry.bytes, where, entry.stream))
         self._totals[entry.group] -= entry.bytes
         if entry.block:
             self._by_block[entry.block] -= entry.bytes
         entry.group, entry.block = _INDEX[group], ""
         self._totals[entry.group] += entry.bytes
+
+    def _stream(self) -> int:
+        """FSDP gathers and reduces on streams of its own, and makes some on a CPU too, where they are only names."""
+        current = torch.cpu.current_stream()
+        return self._streams.setdefault(current, len(self._streams))
 
     def _point(self) -> None:
         self.points.append(Point(tuple(self._totals), self.where))

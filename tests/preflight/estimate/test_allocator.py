@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import meshkit as mk
+from meshkit.mesh import fake_world
 from meshkit.models import LLAMA_PLAN, Llama, meta_parameters
 from meshkit.preflight.estimate._allocator import CachingAllocator, reserved_bytes
-from meshkit.preflight.estimate._tracker import GROUPS, HOST, Change
+from meshkit.preflight.estimate._tracker import GROUPS, HOST, Change, Tracker
 from tests.tiny import tiny_config
 
 KIB, MIB = 2**10, 2**20
@@ -102,6 +104,27 @@ def test_freed_memory_is_used_again_and_kinds_cost_nothing() -> None:
     work, grads = GROUPS.index("work of backward"), GROUPS.index("gradients")
     rows = [(0, work, 30), (0, work, -30), (0, grads, 30), (1, work, 30), (1, work, -30), (2, HOST, 90), (3, work, 30)]
     assert reserved_bytes(Change(storage, group, size * MIB, "") for storage, group, size in rows) == 60 * MIB
+
+
+def test_what_is_freed_on_one_stream_serves_no_other() -> None:
+    work = GROUPS.index("work of backward")
+    freed = [Change(0, work, 30 * MIB, "", 0), Change(0, work, -30 * MIB, "", 0)]
+    assert reserved_bytes([*freed, Change(1, work, 30 * MIB, "", 0)]) == 30 * MIB
+    assert reserved_bytes([*freed, Change(1, work, 30 * MIB, "", 1)]) == 60 * MIB
+
+
+def test_fsdp_gathers_and_reduces_on_streams_of_its_own() -> None:
+    """Gradients lie where they were reduced, so that nothing else gets their memory once they are gone."""
+    model = Llama(tiny_config())
+    with fake_world(2):
+        run = mk.parallelize(model, mk.init_mesh("dp_shard=2"), plan=LLAMA_PLAN)
+        with Tracker(run.model, [], head="", device=run.mesh.device) as tracker:
+            ids = torch.zeros(2, 9, dtype=torch.int64)
+            run.forward_backward({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+    streams = {GROUPS[change.group]: change.stream for change in tracker.changes if change.bytes > 0}
+    assert streams["activations"] == 0
+    assert streams["gradients"] > 0
+    assert len({change.stream for change in tracker.changes}) >= 3
 
 
 def test_an_estimate_says_what_is_reserved_beside_what_is_allocated() -> None:
