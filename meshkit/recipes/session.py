@@ -277,7 +277,7 @@ class Session:
 
     def evaluates(self, step: int) -> bool:
         """Whether the step is one of --eval-every, or the last."""
-        return step % self._config.eval_every == 0 or step == self._total
+        return self._is_due(step, self._config.eval_every)
 
     def saves(self, step: int) -> bool:
         """Whether there will be a checkpoint of this step: one of --save-every, the last, or because a signal came.
@@ -287,8 +287,11 @@ class Session:
         # Asked once a step: a signal that comes between two calls would let ranks, or the recipe and the session, disagree.
         if self._leaving is None:
             self._leaving = step % self._signals_every == 0 and self._signals.should_stop(self.mesh)
-        due = step % self._config.save_every == 0 or step == self._total or self._leaving
+        due = self._is_due(step, self._config.save_every) or self._leaving
         return due and self._writes
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self._total or (every > 0 and step % every == 0)
 
     def trace_pipeline(self, run: Run) -> AbstractContextManager[None]:
         """Around forward and backward: with --profile and pp, records the second step and draws it beside its simulation."""

@@ -83,7 +83,7 @@ def test_a_config_with_names_of_a_function_is_made_and_keeps_the_ranges_that_it_
 
 @pytest.mark.parametrize(
     "flags",
-    [("--lr", "nan"), ("--clip", "-1"), ("--weight-decay", "-inf"), ("--save-every", "0"), ("--loss-chunk", "-3")],
+    [("--lr", "nan"), ("--clip", "-1"), ("--weight-decay", "-inf"), ("--save-every", "-1"), ("--loss-chunk", "-3")],
     ids=" ".join,
 )
 def test_the_command_line_says_it_and_ends_with_2(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

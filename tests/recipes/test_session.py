@@ -100,6 +100,11 @@ def test_evaluation_and_checkpoints_come_at_their_steps_and_at_the_last(tmp_path
     assert {"loss", "grad_norm", "lr", "skipped_steps", "step_s", "tokens_per_s"} <= set(rows[0])
 
 
+def test_0_steps_between_them_leaves_the_last_alone(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, train, str(tmp_path), {"steps": 3, "eval_every": 0, "save_every": 0})
+    assert told["evaluated"] == told["saved"] == checkpoints(tmp_path) == [3]
+
+
 def test_a_run_that_goes_on_is_one_that_never_stopped(tmp_path: Path) -> None:
     run_ranks(1, train, str(tmp_path / "whole"), {"steps": 6})
     run_ranks(1, train, str(tmp_path / "parts"), {"steps": 4})

@@ -22,8 +22,10 @@ class RunFlags(Ranged):
 
     out: Path = Path("runs/recipe")
     """checkpoints, logs, traces and the final model"""
-    eval_every: Count = 50
-    save_every: Count = 50
+    eval_every: CountOrNone = 50
+    """evaluate in every so many steps, and after the last one; 0: after the last one alone"""
+    save_every: CountOrNone = 50
+    """save a checkpoint in every so many steps, and after the last one; 0: after the last one alone"""
     keep: Count = 2
     """number of checkpoints to keep; older ones are deleted"""
     alert: str = ""
