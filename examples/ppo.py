@@ -109,7 +109,7 @@ def main() -> None:
         reward_model = run_from(config.reward_model, build_scorer) if config.reward_model else None
         optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
-        scheduler = config.lr_schedule(optimizer)
+        scheduler = config.lr_schedule(optimizer, after=config.critic_warmup)
         actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
     sampler, syncs = sampler_of(config, meshes, actor, start, partial(build, config))
     engine = engine_of(config, sampler) if sampler is not None else None
@@ -151,7 +151,8 @@ def main() -> None:
             if session.guard.allows(actor, norm, step=flow.iteration + 1):
                 optimizer.step()
             optimizer.zero_grad()
-        scheduler.step()
+        if flow.iteration >= config.critic_warmup:
+            scheduler.step()
         session.log(**{f"policy/{name}": value for name, value in policy.policy_metrics(actor_sums).items()})
         session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 

@@ -76,11 +76,11 @@ class StepFlags(LearnFlags):
     """with --corruption-every: run one microbatch again in every so many steps, on a GPU with kernels that add in one order,
     which are slower; 0: never"""
 
-    def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
-        """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls."""
-        return lr_schedule(
-            optimizer, kind=self.lr_kind, warmup_steps=self.warmup_steps, total_steps=self.steps, min_factor=0.1
-        )
+    def lr_schedule(self, optimizer: Optimizer, *, after: int = 0) -> LambdaLR:
+        """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls. after: steps before the optimizer's first."""
+        total = max(1, self.steps - after)
+        warmup = min(self.warmup_steps, total)
+        return lr_schedule(optimizer, kind=self.lr_kind, warmup_steps=warmup, total_steps=total, min_factor=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
