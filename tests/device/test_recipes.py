@@ -64,3 +64,11 @@ def test_a_recipe_of_post_training_runs_on_a_device(recipe: str, inputs: Path, t
     assert run(1, step_of, recipe, flags) == [(None, [])]
     (line,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert math.isfinite(line["loss"])
+
+
+def test_distillation_runs_on_a_device(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+    flags = {"task": "reversal", "sft-steps": 2, "steps": 2, "warmup-steps": 0, "prompts": 4, "seq-len": 32}
+    flags |= {"eval-every": 1, "eval-prompts": 2, "top": 5, "out": tmp_path / "out"}
+    assert run(1, step_of, "distill", command_line(flags)) == [(None, [])]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
