@@ -97,10 +97,10 @@ class LossWatch:
         parts = microbatches * ranks
         if bool(means >= _MIXES_TOKENS):
             raise PlanError(
-                f"forward_backward: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: on "
-                "random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up a "
-                "loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss of "
-                "its last token, or of its sum, is another for each split), or use cp=1."
+                f"forward_backward: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: "
+                "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
+                "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
+                "of its last token, or of its sum, is another for each split), or use cp=1."
             )
         if bool(means >= _MIXES):
             raise PlanError(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.noting import AnyMask
 from meshkit.core.patch_class import patch_class
+from meshkit.errors import PlanError
 from meshkit.loss import IGNORED
 from meshkit.parallel.rows_tried import Replaced, held_by
-from meshkit.program import ReadingError, TensorRef, trace, without_values
+from meshkit.program import TensorRef, trace, without_values
 
 _ROWS, _TOKENS, _FEWEST = 2, 16, 4
 _DRAWS = 2  # of outputs
@@ -130,7 +131,7 @@ class _Outputs:
             if not isinstance(leaf, TensorRef):
                 return leaf
             if not leaf.dtype.is_floating_point:
-                raise ReadingError("it returns whole numbers")
+                raise PlanError("a trial knows no whole numbers that a model may return")
             return torch.randn(leaf.shape, generator=self.generator)
 
         return _torch.tree_map(values, read.calls[0].output)

@@ -72,8 +72,8 @@ def context_parallel(
         )
     if mesh.size() > 1 and _torch.is_compiled(module):
         raise PlanError(
-            f"context_parallel: this {type(module).__name__} is compiled already, and what is proved before its first forward "
-            "is no part of a graph. Call it on the model as it was, and compile what it returns."
+            f"context_parallel: this {type(module).__name__} is compiled already, and what is proved before its first "
+            "forward is no part of a graph. Call it on the model as it was, and compile what it returns."
         )
     policy = policy or ContextPolicy()
     reading = reading or plan_context(
@@ -181,7 +181,9 @@ def _call(program: Program, policy: ContextPolicy) -> Call | None:
     example = program.example or example_of(program.model)
     if example is None:
         return None
-    ids = next((leaf for leaf in _torch.tree_leaves((example.args, example.kwargs)) if getattr(leaf, "ndim", 0) > 1), None)
+    ids = next(
+        (leaf for leaf in _torch.tree_leaves((example.args, example.kwargs)) if getattr(leaf, "ndim", 0) > 1), None
+    )
     if ids is None:
         return None
     kwargs = {name: value for name, value in example.kwargs.items() if name not in ("mask", "attention_mask")}

@@ -1,4 +1,4 @@
-"""Losses of the user's own on cp: what is a sum over tokens equals one device, and what mixes the tokens of a row is refused."""
+"""Losses of the user's own on cp: a sum over tokens equals one device, and one that mixes the tokens of a row is refused."""
 
 from __future__ import annotations
 
