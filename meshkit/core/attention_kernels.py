@@ -100,7 +100,7 @@ def _math_forward(
     for first in range(0, q.shape[2], MATH_ROWS):
         scores = _masked(_scores(q, k, first, scale, softcap), first, causal)
         lses.append(scores.logsumexp(-1))
-        outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ v)
+        outs.append((scores - lses[-1].unsqueeze(-1)).exp().to(v.dtype) @ v)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
@@ -117,17 +117,19 @@ def _math_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (repeat(x, "b k s d -> b (k group) s d", group=groups) for x in (k, v))
-    dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    dtype = accumulator_dtype(q.dtype)
+    dqs, dk, dv = [], torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for first in range(0, q.shape[2], MATH_ROWS):
         rows = slice(first, first + MATH_ROWS)
         # The softmax of the whole row, since lse is: see `Kernel`. delta = sum(dout * out) stands for the sum of p * dp over
         # all keys, of which the tile has only some (Dao et al. 2022, section 3.1).
         scores = _scores(q, k, first, scale, softcap)
         p = (_masked(scores, first, causal) - lse[:, :, rows].unsqueeze(-1)).exp()
-        delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
+        delta = (dout[:, :, rows].to(dtype) * out[:, :, rows]).sum(-1, keepdim=True)
         ds = p * (dout[:, :, rows] @ v.mT - delta) * scale
         if softcap:
             ds = ds * (1 - (scores / softcap).square())  # of tanh
+        ds, p = ds.to(q.dtype), p.to(q.dtype)
         dqs.append(ds @ k)
         dk += ds.mT @ q[:, :, rows]
         dv += p.mT @ dout[:, :, rows]
@@ -137,7 +139,8 @@ def _math_backward(
 
 
 def _scores(q: Tensor, k: Tensor, first: int, scale: float, softcap: float) -> Tensor:
-    scores = (q[:, :, first : first + MATH_ROWS] @ k.mT) * scale
+    # Products in the tensors' dtype, softmax in the accumulator's, as transformers' eager attention has it.
+    scores = (q[:, :, first : first + MATH_ROWS] @ k.mT).to(accumulator_dtype(q.dtype)) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 

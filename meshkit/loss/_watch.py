@@ -15,6 +15,7 @@ from meshkit.core import _torch
 from meshkit.errors import PlanError
 
 _MIXES = float(1 << 40)  # more than there are parts
+_MIXES_TOKENS = float(1 << 80)  # and than all ranks add up to of those
 LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
 _UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
@@ -33,14 +34,23 @@ class LossWatch:
 
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
     on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. mixes: this rank has seen
-    that the loss of a batch is not the sum of those of its rows; it travels with the means.
+    that the loss of a batch is not the sum of those of its rows; tokens: what it is of those of parts of a row's tokens,
+    "sum", "between" or "neither". Both travel with the means.
     """
 
     def __init__(
-        self, func: Callable[..., Tensor], count: Callable[..., Tensor], device: torch.device, *, mixes: bool = False
+        self,
+        func: Callable[..., Tensor],
+        count: Callable[..., Tensor],
+        device: torch.device,
+        *,
+        mixes: bool = False,
+        tokens: str | None = None,
     ) -> None:
         self.func, self._count = func, count
-        self.means = torch.full((), _MIXES if mixes else 0.0, dtype=torch.float64, device=device)
+        seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if mixes else 0.0
+        self.means = torch.full((), seen, dtype=torch.float64, device=device)
+        self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False
         self._leaves: dict[int, ref[Tensor]] = {}
 
@@ -56,9 +66,11 @@ class LossWatch:
         if node is not None and _is_mean(node):
             self.means += 1
         elif node is not None and (divisors := _divisors(node)):
-            self.means += prod(divisors[1:], start=divisors[0]).double() == self._count(part).double().clamp(min=1)
+            is_mean = prod(divisors[1:], start=divisors[0]).double() == self._count(part).double().clamp(min=1)
+            self.means += torch.where(is_mean, 1.0, self._of_no_mean)
         else:
             self.excluded = True
+            self.means += self._of_no_mean
 
     def trained_beside(self, model: nn.Module, batch: Mapping[str, object], *, parameters: bool) -> str:
         """Why the step is not that of one device, if the loss trains a tensor that the model has not; else empty.
@@ -81,8 +93,15 @@ class LossWatch:
 
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
         """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
-        the loss mixes rows."""
+        the loss mixes rows or tokens."""
         parts = microbatches * ranks
+        if bool(means >= _MIXES_TOKENS):
+            raise PlanError(
+                f"forward_backward: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: "
+                "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
+                "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
+                "of its last token, or of its sum, is another for each split), or use cp=1."
+            )
         if bool(means >= _MIXES):
             raise PlanError(
                 f"forward_backward: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "

@@ -53,17 +53,23 @@ def mixes_in_loss(
 
     None where that is not shown: also of a loss that may change something, as what it logs to, or that has other models.
     """
-    held = held_tensors(loss)
-    if held is None or any(isinstance(each, DTensor) or each.is_meta or _torch.is_fake(each) for each in held):
-        return None
-    if sum(each.numel() for each in held) > _HELD:
+    held = held_by(loss)
+    if held is None:
         return None
 
     def call(*args: Any) -> Tensor:
-        with _Replaced(held, next(args[0].parameters()).dtype):
+        with Replaced(held, next(args[0].parameters()).dtype):
             return loss(*args)
 
     return _tried(model, Example((dict(batch),)), call, _adds_up)
+
+
+def held_by(loss: Callable[[nn.Module, Any], Tensor]) -> list[Tensor] | None:
+    """The tensors that a loss reaches beside its arguments; None for one that may not be called for a trial."""
+    held = held_tensors(loss)
+    if held is None or any(isinstance(each, DTensor) or each.is_meta or _torch.is_fake(each) for each in held):
+        return None
+    return held if sum(each.numel() for each in held) <= _HELD else None
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +202,7 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
-class _Replaced(TorchFunctionMode):
+class Replaced(TorchFunctionMode):
     """Inside, copies are in place of some tensors, on the host and in a dtype: what a loss reads is there, and what it writes
     is lost."""
 

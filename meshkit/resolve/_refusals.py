@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshkit.core import _torch
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of
 from meshkit.mesh import MeshSpec
@@ -31,6 +32,16 @@ def refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
         raise PlanError(
             f"the strategy is for the mesh {_short(wanted)}, but this one is {_short(spec)}. Use "
             "init_mesh(strategy.mesh), or a strategy without mesh."
+        )
+
+
+def refuse_compiled(program: Program, spec: MeshSpec) -> None:
+    """A model that is compiled as a whole: what ranks prove and send around its forward would be traced into its graph."""
+    if spec.world_size > 1 and _torch.is_compiled(program.model):
+        raise PlanError(
+            f"parallelize: the model is compiled as a whole, by model.compile() or torch.compile(model), but on "
+            f"{spec.world_size} ranks no graph holds what they do around its forward. Give the model as it was before, and "
+            "compile=True, which compiles its blocks."
         )
 
 

@@ -36,6 +36,7 @@ from meshkit.resolve._once import once
 from meshkit.resolve._refusals import (
     refuse_backend,
     refuse_batch_norm,
+    refuse_compiled,
     refuse_complex,
     refuse_dropout,
     refuse_fp8,
@@ -66,6 +67,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     # tensors, and a `Budget`, which runs blocks on fake tensors for seconds, last. So what is wrong is told at once, and with
     # several things wrong the text is about the simplest.
     refuse_other_mesh(strategy, spec)
+    refuse_compiled(program, spec)
     refuse_without_pp(strategy, spec)
     names = once(program, ("names", strategy.plan), lambda: name_modules(program, strategy.plan))
     refuse_without_blocks(strategy, names.blocks)

@@ -37,6 +37,7 @@ from meshkit.parallel.rows import RowsGuard
 from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.same_units import SameUnits
 from meshkit.parallel.state_writes import StateGuard, StateWatch
+from meshkit.parallel.tokens_tried import loss_of_tokens
 from meshkit.plan import Plan
 from meshkit.program import without_values
 from meshkit.resolve import Resolved
@@ -140,7 +141,8 @@ class Run:
         masks; nothing else needs it.
         Auxiliary losses of routers are part of the gradients, and not of the result: they are in `auxiliary`.
         Raises: AgreementError, on every rank, where they are given other rows, microbatches or losses, or make other calls;
-        PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows; StepError
+        PlanError, on every rank, after the first step of a loss that is seen to be a mean already, or to mix rows, or on cp
+        tokens; StepError
         where `ExpertPolicy.max_rows` was too few.
         Wire: two all-reduces of a few numbers over the mesh, of which the first compares what ranks do, and on what; with
         routers one more of their counts and losses, one of the gradients of scalar parameters, a gather of gradients with
@@ -260,7 +262,9 @@ class Run:
         parts = microbatches * self.mesh.data_ranks
         tried = parts > 1 and mask is None and not is_ours(loss)
         mixes = tried and mixes_in_loss(self.resolved.program.model, loss, batch) is True
-        return LossWatch(loss, count, self.mesh.device, mixes=mixes)
+        parted = self.mesh["cp"].size() > 1 and not is_ours(loss)
+        tokens = loss_of_tokens(self.resolved.program.model, loss, batch) if parted else None
+        return LossWatch(loss, count, self.mesh.device, mixes=mixes, tokens=tokens)
 
     def _begin(
         self,

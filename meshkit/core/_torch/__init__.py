@@ -82,6 +82,7 @@ from .tracing import fake_parameter as fake_parameter
 from .tracing import FakeTensorMode as FakeTensorMode
 from .tracing import functions_replaced as functions_replaced
 from .tracing import graph_node as graph_node
+from .tracing import is_compiled as is_compiled
 from .tracing import is_fake as is_fake
 from .tracing import is_fake_type as is_fake_type
 from .tracing import packs_saved as packs_saved

@@ -250,6 +250,16 @@ def prepend_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     module._forward_hooks.update(hooks)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its forward runs as torch.compile makes it: of module.compile(), or of torch.compile(module).
+
+    Private: Module._compiled_call_impl, and the class of the wrapper. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    from torch._dynamo import OptimizedModule
+
+    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+
+
 def allow_recompiles(modules: int) -> None:
     """Let torch.compile trace one forward for `modules` modules: those with hooks of their own are traced one by one.
 

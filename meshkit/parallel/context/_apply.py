@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshkit.core._torch import tree_leaves
+from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
@@ -70,6 +70,11 @@ def context_parallel(
             f"context_parallel: this {type(module).__name__} went through it already, and would split what is split. Call it "
             "once for each module."
         )
+    if mesh.size() > 1 and _torch.is_compiled(module):
+        raise PlanError(
+            f"context_parallel: this {type(module).__name__} is compiled already, and what is proved before its first "
+            "forward is no part of a graph. Call it on the model as it was, and compile what it returns."
+        )
     policy = policy or ContextPolicy()
     reading = reading or plan_context(
         Program(without_values(module)), policy, size=mesh.size(), attention=attention, closed={}, unproved=unproved
@@ -90,7 +95,9 @@ def context_parallel(
     doors.open(module)
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
-    module.register_forward_pre_hook(Proofs(reader, doors, _call(reader.program, policy)), with_kwargs=True)
+    # Nor does a graph that somebody compiles around the module run what it proves.
+    proofs: Callable[..., Any] = torch.compiler.disable(Proofs(reader, doors, _call(reader.program, policy)).__call__)
+    module.register_forward_pre_hook(proofs, with_kwargs=True)
     return module
 
 
@@ -174,7 +181,9 @@ def _call(program: Program, policy: ContextPolicy) -> Call | None:
     example = program.example or example_of(program.model)
     if example is None:
         return None
-    ids = next((leaf for leaf in tree_leaves((example.args, example.kwargs)) if getattr(leaf, "ndim", 0) > 1), None)
+    ids = next(
+        (leaf for leaf in _torch.tree_leaves((example.args, example.kwargs)) if getattr(leaf, "ndim", 0) > 1), None
+    )
     if ids is None:
         return None
     kwargs = {name: value for name, value in example.kwargs.items() if name not in ("mask", "attention_mask")}

@@ -121,7 +121,8 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, tupl
 
 
 def _of_all_tokens(x: Tensor, y: Tensor, mask: Any) -> Tensor:
-    is_keys = x.shape[-1] == y.shape[-2]
+    # Of a row of one token a rank has as many tokens as the row: there both factors of both products may fit.
+    is_keys = x.shape[-1] == y.shape[-2] and y.shape[-1] == mask.tokens
     dim = y.ndim - (1 if is_keys else 2)
     if y.shape[dim] != mask.tokens or not (is_keys or x.shape[-1] == mask.row_tokens):
         raise PlanError(

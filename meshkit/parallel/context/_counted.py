@@ -83,11 +83,27 @@ class Counted:
 
 def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
     """By module. full, wider: the single-device model's program on two numbers of tokens."""
-    if len(full.operations) != len(wider.operations):
-        return {}
-    tokens = _row_tokens(full), _row_tokens(wider)
+    found, others = _calls_in(full, wider)
+    # All or nothing of a line: which of its calls is meant could not be told when it runs.
+    lines_of = {
+        module: {call: line for call, line in calls.items() if call not in others} for module, calls in found.items()
+    }
+    return {module: Counted(module, calls) for module, calls in lines_of.items() if calls}
+
+
+def crowded_in(full: Trace, wider: Trace) -> list[Call]:
+    """Lines that would be of all tokens, but for another call of the same operator there. full, wider: as of `counted_in`."""
+    found, others = _calls_in(full, wider)
+    return sorted({call for calls in found.values() for call in calls} & others)
+
+
+def _calls_in(full: Trace, wider: Trace) -> tuple[dict[str, dict[Call, Moved | None]], set[Call]]:
+    """(by module, lines that are about all tokens; those of them that do something else too)."""
     found: dict[str, dict[Call, Moved | None]] = {}
-    others: set[Call] = set()  # the same line does something else too
+    others: set[Call] = set()
+    if len(full.operations) != len(wider.operations):
+        return found, others
+    tokens = _row_tokens(full), _row_tokens(wider)
     for a, b in zip(full.operations, wider.operations, strict=True):
         if isinstance(a.op, str) or a.name != b.name or a.where.startswith(_MASKS):
             continue
@@ -106,11 +122,7 @@ def counted_in(full: Trace, wider: Trace) -> dict[str, Counted]:
             lines[call] = line
         elif lines[call] not in (None, line):
             others.add(call)
-    # All or nothing of a line: which of its calls is meant could not be told when it runs.
-    lines_of = {
-        module: {call: line for call, line in calls.items() if call not in others} for module, calls in found.items()
-    }
-    return {module: Counted(module, calls) for module, calls in lines_of.items() if calls}
+    return found, others
 
 
 def _row_tokens(trace: Trace) -> int:

@@ -18,9 +18,10 @@ from torch import Tensor
 from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
 from meshkit.errors import PlanError
+from meshkit.loss import IGNORED
 from meshkit.parallel.context._by_hand import PRODUCTS
 from meshkit.parallel.context._cache import not_kept, takes_cache
-from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, of_keys, positions_known
+from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, crowded_in, of_keys, positions_known
 from meshkit.parallel.context._doors import Attention, Doors, Sent
 from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._pattern import FULL, Pattern
@@ -166,6 +167,13 @@ class Reader:
                 return found, None
         if misfit is None:
             assert first is not None
+            crowded = crowded_in(full, self._wider(doors, call))
+            if crowded:
+                operator, where = crowded[0]
+                raise PlanError(
+                    f"{first} {operator} at {where} is called more than once, and a rank tells what it does along the tokens "
+                    "by its line: put each on a line of its own."
+                ) from first
             raise first
         return None, misfit
 
@@ -230,8 +238,24 @@ class Reader:
 
     def prove(self, doors: Doors, call: Call) -> None:
         """Raises: PlanError unless the model follows its split on another call too."""
+        call = self._complete(call)
         with self._explained():
-            self._prove_again(doors, self._complete(call))
+            try:
+                self._prove_again(doors, call)
+            except PlanError as error:
+                if "attention_mask" in call.given and self._is_proved(doors, _unmasked(call)):
+                    raise PlanError(
+                        f"{error} Without the batch's attention_mask it can be: leave it away where it hides nothing, or "
+                        f"only padding that comes last and has label {IGNORED}."
+                    ) from error
+                raise
+
+    def _is_proved(self, doors: Doors, call: Call) -> bool:
+        try:
+            self._prove_again(doors, call)
+        except PlanError:
+            return False
+        return True
 
     def _complete(self, call: Call) -> Call:
         """With position_ids in the batch, where the model cannot run without."""
@@ -359,6 +383,10 @@ class Reader:
             params = {f"parameter {name}": Held("replicated") for name in self.program.parameters}
             held.append({**params, **of_inputs})
         prove(full, ranks, held, tokens=tokens)
+
+
+def _unmasked(call: Call) -> Call:
+    return replace(call, given=call.given - {"attention_mask"})
 
 
 def _sets_of_lines(counted: Mapping[str, Counted], cached: bool) -> list[Mapping[str, Counted]]:

@@ -94,9 +94,12 @@ class Reading:
         return flow
 
     def _accepted(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Without a mask that only context parallelism takes away."""
+        """Without what a split batch has and context parallelism takes away: a mask, and positions that the model counts."""
         parameters = inspect.signature(self.model.forward).parameters
-        return {name: value for name, value in kwargs.items() if name in parameters or not isinstance(value, AnyMask)}
+        split = {name for name, value in kwargs.items() if isinstance(value, AnyMask)}
+        if split and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            split.add("position_ids")
+        return {name: value for name, value in kwargs.items() if name in parameters or name not in split}
 
 
 def _refuse_mixed_logits(read: Trace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +11,16 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
+from meshkit.errors import PlanError
+from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import attention_shape
+from meshkit.program import read_program
+from meshkit.resolve import resolve
 from meshkit.step import next_token_loss
+from meshkit.strategy import Strategy
 from tests.depth import thin
 from tests.laws.parity.cases import mesh_for
+from tests.parallel.context.compared import worst_difference
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -128,6 +136,65 @@ def errors_of_interleaved_microbatches() -> float:
 
 def test_recompute_sees_the_split_of_its_own_microbatch() -> None:
     assert max(pool(2).run(errors_of_interleaved_microbatches)) <= TOL
+
+
+class CountsPositions(OwnModel):
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+class WithoutPositions(OwnModel):
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def error_of_stages(kind: type[OwnModel]) -> float:
+    _, batch = model_and_batch()
+    torch.manual_seed(0)
+    one, model = kind().double(), kind().double()
+    model.load_state_dict(one.state_dict())
+    return worst_difference(one, model, batch, "pp=2 cp=2", plan=PLAN, recompute="none", microbatches=2)
+
+
+@pytest.mark.parametrize("kind", [CountsPositions, WithoutPositions])
+def test_stages_of_a_model_that_takes_no_positions_equal_one_device(kind: type[OwnModel]) -> None:
+    assert max(pool(4).run(error_of_stages, kind)) <= TOL
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"tp": 2}, {"dp_shard": 2}, {"pp": 2}])
+@pytest.mark.parametrize("way", ["method", "wrapper"])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(way: str, mesh: dict[str, int]) -> None:
+    model: nn.Module = OwnModel()
+    if way == "method":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    with pytest.raises(PlanError, match="compiled as a whole.*compile=True, which compiles its blocks"):
+        resolve(read_program(model), Strategy(), MeshSpec(**mesh))
+
+
+def error_of_a_compiled_model() -> float:
+    """Compiled after context_parallel: before, it is refused."""
+    one, batch = model_and_batch()
+    model, _ = model_and_batch()
+    axis = mesh_for("cp=2")["cp"]
+    with pytest.raises(PlanError, match="compile what it returns"):
+        mk.context_parallel(torch.compile(model, backend="eager"), axis)  # type: ignore[arg-type]
+    mk.context_parallel(model, axis)
+    model.compile(backend="eager")
+    with warnings.catch_warnings():  # dynamo asks inner tensors for their .grad where a graph breaks, which warns
+        warnings.simplefilter("ignore")
+        loss = next_token_loss(model, mk.split_batch(model, batch)).detach()
+    torch.distributed.all_reduce(loss)
+    expected = F.cross_entropy(one(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return abs(float(loss) - float(expected.detach()))
+
+
+def test_what_context_parallel_returns_may_be_compiled() -> None:
+    assert max(pool(2).run(error_of_a_compiled_model)) <= TOL
 
 
 def test_a_config_whose_layers_differ_has_a_shape_all_the_same() -> None:

@@ -25,6 +25,8 @@ from tests.parallel.context.compared import worst_difference
 from tests.parallel.context.test_by_hand import error_of_a_zoo_model
 from tests.parallel.context.test_modules import ROWS, TOKENS, VOCAB, OwnBlock, OwnModel
 from tests.world import pool
+from tests.zoo import causal
+from tests.zoo.shrink import DATA_IDS
 
 pytestmark = pytest.mark.turns(4)
 
@@ -200,6 +202,11 @@ def test_what_is_not_known_is_refused(kind: str) -> None:
         resolve(read_program(Model(kind)), Strategy(plan=PLAN), MeshSpec(cp=2))
 
 
+def test_calls_on_one_line_are_told_to_be_parted() -> None:
+    with pytest.raises(PlanError, match=r"slice at test_moved.py:\d+ is called more than once.*on a line of its own"):
+        resolve(read_program(Model("one_line")), Strategy(plan=PLAN), MeshSpec(cp=2))
+
+
 def observed(kind: str, recompute: str) -> tuple[Counter[Message], Counter[Message]]:
     torch.manual_seed(0)
     run = mk.parallelize(Model(kind), mesh_for("cp=2"), plan=PLAN, memory=mk.MemoryPolicy(recompute=recompute))
@@ -272,3 +279,17 @@ def test_rows_that_are_flattened_are_no_row(kind: str) -> None:
 def test_models_of_transformers_equal_one_device(kind: str, mesh: str, recompute: str) -> None:
     ranks = MeshSpec.parse(mesh).world_size
     assert max(pool(ranks).run(error_of_a_zoo_model, kind, mesh, recompute)) < TOL
+
+
+def said_of_a_mask_of_ones() -> str:
+    batch = {name: torch.randint(*DATA_IDS, (2, 12)) for name in ("input_ids", "labels")}
+    run = mk.parallelize(causal.build("lfm2"), mesh_for("cp=2"))
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(batch | {"attention_mask": torch.ones(2, 12, dtype=torch.int64)})
+    assert float(run.forward_backward(batch).detach()) > 0
+    return str(error.value)
+
+
+def test_a_mask_that_the_model_reads_beside_attention_is_told_to_be_left_away() -> None:
+    for text in pool(2).run(said_of_a_mask_of_ones):
+        assert "Without the batch's attention_mask it can be: leave it away where it hides nothing" in text

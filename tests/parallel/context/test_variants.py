@@ -18,6 +18,7 @@ from tests.parallel.context.test_attention import Case, own, split_mask
 from tests.world import pool
 
 TOL = 1e-10  # only the order of summation differs
+TOL_LOW_PRECISION = 2.0  # times the error of one device in the same precision: MagiAttention's criterion
 SCHEMES = {
     "ring": ContextPolicy(scheme="ring"),
     "all_gather": ContextPolicy(scheme="all_gather"),
@@ -81,6 +82,36 @@ def errors(scheme: str, variant: str, ranks: int) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_of_another_kind_equals_one_device_with_every_gradient(scheme: str, variant: str) -> None:
     assert max(pool(2).run(errors, scheme, variant, 2)) <= TOL
+
+
+def of_bfloat16(scheme: str, softcap: float) -> tuple[list[float], list[float]]:
+    """Squared errors of (out, dq, dk, dv) against fp64, of this rank's tokens: of ranks, and of one device written out."""
+    *wide, _, dout = (each.bfloat16() for each in tensors(8))
+    mask = split_mask(Case(ranks=2, mask=MASK, policy=SCHEMES[scheme], rows=2))
+
+    def written(dtype: torch.dtype) -> list[Tensor]:
+        given = [each.to(dtype).requires_grad_() for each in wide]
+        out = written_out(*given, None, softcap, MASK)
+        return [own(mask, each) for each in (out.detach(), *torch.autograd.grad(out, given, dout.to(dtype)))]
+
+    local = [own(mask, each).requires_grad_() for each in wide]
+    out = mask.attend(*local, softcap=softcap)
+    found = [out.detach(), *torch.autograd.grad(out, local, own(mask, dout))]
+    exact, alone = written(torch.float64), written(torch.bfloat16)
+    squares = [
+        [float((each.double() - other).square().sum()) for each, other in zip(given, exact, strict=True)]
+        for given in (found, alone)
+    ]
+    return squares[0], squares[1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("softcap", [1.5, 30.0])
+def test_capped_scores_in_low_precision_err_as_one_device_does(scheme: str, softcap: float) -> None:
+    by_rank = pool(2).run(of_bfloat16, scheme, softcap)
+    for place in range(4):
+        together, alone = (sum(errors[which][place] for errors in by_rank) ** 0.5 for which in (0, 1))
+        assert 0 < together <= TOL_LOW_PRECISION * alone, (place, together, alone)
 
 
 def chunked_error() -> float:

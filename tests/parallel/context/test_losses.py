@@ -1,0 +1,184 @@
+"""Losses of the user's own on cp: a sum over tokens equals one device, and one that mixes the tokens of a row is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.core.sharding import full_tensor
+from meshkit.errors import PlanError
+from meshkit.parallel.tokens_tried import loss_of_tokens
+from tests.laws.parity.cases import mesh_for
+from tests.parallel.context.test_modules import PLAN, ROWS, TOKENS, OwnModel, model_and_batch
+from tests.world import pool
+from tests.zoo import causal
+from tests.zoo.shrink import DATA_IDS
+
+pytestmark = pytest.mark.turns(2)
+
+TOL = 1e-10
+Part = dict[str, Tensor]
+
+
+def logits_of(model: nn.Module, part: Part) -> Tensor:
+    given = {name: part[name] for name in ("position_ids", "mask") if name in part}
+    out = model(part["input_ids"], **given)
+    logits: Tensor = getattr(out, "logits", out)
+    return logits
+
+
+def of_each(model: nn.Module, part: Part) -> Tensor:
+    return F.cross_entropy(logits_of(model, part).transpose(1, 2), part["labels"], reduction="none")
+
+
+# Sums over tokens.
+
+
+def smoothed(model: nn.Module, part: Part) -> Tensor:
+    logits = logits_of(model, part).flatten(0, 1)
+    return F.cross_entropy(logits, part["labels"].flatten(), reduction="sum", label_smoothing=0.1)
+
+
+def mean_times_count(model: nn.Module, part: Part) -> Tensor:
+    mean = F.cross_entropy(logits_of(model, part).flatten(0, 1).float(), part["labels"].flatten())
+    return mean * (part["labels"] != -100).sum()
+
+
+def with_z_loss(model: nn.Module, part: Part) -> Tensor:
+    logits, valid = logits_of(model, part), part["labels"] != -100
+    return (of_each(model, part) * valid).sum() + 0.1 * (logits.logsumexp(-1).square() * valid).sum()
+
+
+# What mixes the tokens of a row.
+
+
+def shifted(model: nn.Module, part: Part) -> Tensor:
+    logits, next_ids = logits_of(model, part)[:, :-1], part["input_ids"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), next_ids.flatten(), reduction="sum")
+
+
+def of_sequences(model: nn.Module, part: Part) -> Tensor:
+    return -F.logsigmoid(-0.1 * of_each(model, part).sum(1)).sum()
+
+
+def mean_of_rows(model: nn.Module, part: Part) -> Tensor:
+    return of_each(model, part).mean(1).sum()
+
+
+def of_the_last(model: nn.Module, part: Part) -> Tensor:
+    return of_each(model, part)[:, -1].sum()
+
+
+def by_place(model: nn.Module, part: Part) -> Tensor:
+    losses = of_each(model, part)
+    return (losses * torch.arange(losses.shape[1])).sum()
+
+
+# Of which nothing is known.
+
+
+def over_ranks(model: nn.Module, part: Part) -> Tensor:
+    """A row's sum is summed over the ranks, so each has the whole loss."""
+    sums = of_each(model, part).sum(1)
+    total = sums.detach().clone()
+    dist.all_reduce(total)
+    return -F.logsigmoid(-0.1 * (total + sums - sums.detach())).sum() / dist.get_world_size()
+
+
+def mean(model: nn.Module, part: Part) -> Tensor:
+    return F.cross_entropy(logits_of(model, part).flatten(0, 1), part["labels"].flatten())
+
+
+def valid(batch: Part) -> Tensor:
+    return (batch["labels"] != -100).sum()
+
+
+def rows(batch: Part) -> Tensor:
+    return torch.tensor(len(batch["labels"]))
+
+
+SUMS = (smoothed, mean_times_count, with_z_loss)
+MIXED = (shifted, of_sequences, mean_of_rows, of_the_last, by_place)
+
+
+def error_of(loss: Callable[[nn.Module, Part], Tensor]) -> float:
+    one, batch = model_and_batch()
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, :4] = -100
+    batch["labels"][1] = -100
+    expected = loss(one, batch) / valid(batch)
+    expected.backward()
+    gradients = {name: param.grad for name, param in one.named_parameters()}
+    model, _ = model_and_batch()
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    found = run.forward_backward(batch, loss=loss, count=valid, microbatches=2)
+    errors = [float((full_tensor(p.grad) - gradients[name]).abs().max()) for name, p in run.named_parameters()]
+    return max(abs(float(found.detach()) - float(expected.detach())), *errors)
+
+
+@pytest.mark.parametrize("loss", [smoothed, with_z_loss])
+def test_a_sum_over_tokens_equals_one_device(loss: Callable[[nn.Module, Part], Tensor]) -> None:
+    assert max(pool(2).run(error_of, loss)) <= TOL
+
+
+def said_of(loss: Callable[[nn.Module, Part], Tensor], transformers: bool) -> str:
+    model, batch = model_and_batch()
+    plan = PLAN
+    if transformers:
+        ids = torch.randint(*DATA_IDS, (2, 12))
+        model, batch, plan = causal.build("llama"), {"input_ids": ids, "labels": ids}, None  # type: ignore[assignment]
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=plan)
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(batch, loss=loss, count=rows)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("loss", "transformers"), [*((loss, False) for loss in MIXED), (shifted, True)])
+def test_a_loss_that_mixes_the_tokens_of_a_row_is_refused(
+    loss: Callable[[nn.Module, Part], Tensor], transformers: bool
+) -> None:
+    for text in pool(2).run(said_of, loss, transformers):
+        assert f"the loss {loss.__name__!r} mixes the tokens of a row" in text
+        assert "use cp=1" in text
+
+
+def trained(loss: Callable[[nn.Module, Part], Tensor], count: int) -> float:
+    model, batch = model_and_batch()
+    batch = {name: x[:, :12] for name, x in batch.items()}
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    return float(run.forward_backward(batch, loss=loss, count=lambda _: torch.tensor(count)).detach())
+
+
+def test_means_of_equal_parts_that_are_counted_as_one_are_right_and_so_is_a_loss_that_knows_the_ranks() -> None:
+    one, batch = model_and_batch()
+    batch = {name: x[:, :12] for name, x in batch.items()}
+    expected = float(mean(one, batch).detach())
+    assert pool(2).run(trained, mean, 2) == pytest.approx([expected] * 2, abs=TOL)
+    of_rows = float(of_sequences(one, batch).detach()) / ROWS
+    assert pool(2).run(trained, over_ranks, ROWS) == pytest.approx([of_rows] * 2, abs=TOL)
+
+
+def test_what_a_loss_is_of_its_tokens_is_told_from_the_model_without_values() -> None:
+    with torch.device("meta"):
+        model = OwnModel()
+    ids = torch.randint(0, 17, (ROWS, TOKENS))
+    batch = {"input_ids": ids, "labels": ids}
+    assert [loss_of_tokens(model, loss, batch) for loss in SUMS] == ["sum"] * 3
+    assert [loss_of_tokens(model, loss, batch) for loss in MIXED if loss is not mean_of_rows] == ["neither"] * 4
+    assert [loss_of_tokens(model, loss, batch) for loss in (mean, mean_of_rows)] == ["between"] * 2
+    ignored = {**batch, "labels": ids.where(torch.arange(TOKENS) > 6, -100)}
+    assert loss_of_tokens(model, of_sequences, ignored) == "neither"
+    seen: list[Tensor] = []
+
+    def keeps(model: nn.Module, part: Part) -> Tensor:
+        seen.append(logits_of(model, part))
+        return seen[-1][:, -1].sum()
+
+    assert loss_of_tokens(model, keeps, batch) is None
+    assert not seen
