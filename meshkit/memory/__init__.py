@@ -5,6 +5,7 @@ from meshkit.memory import offload as offload
 from ._fp8 import chosen_linears as chosen_linears
 from ._fp8 import fp8_linears as fp8_linears
 from ._fp8 import plan_fp8 as plan_fp8
+from ._fp8 import refuse_fp8_hardware as refuse_fp8_hardware
 from ._fp8 import shared_scales as shared_scales
 from ._mlp_chunks import chunk_mlp as chunk_mlp
 from ._mlp_chunks import part_sizes as part_sizes

