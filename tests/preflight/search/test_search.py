@@ -25,7 +25,7 @@ from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
 from meshkit.step import next_token_loss
 
-pytestmark = pytest.mark.turns(4)
+pytestmark = pytest.mark.turns(8)
 
 RECIPE = Path(__file__).parents[3] / "examples" / "llama_pretrain.py"
 
