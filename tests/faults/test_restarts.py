@@ -83,7 +83,8 @@ def test_killed_twice_and_raised_once_it_ends_as_if_nothing_had_been(tmp_path: P
     told = lines(struck)
     for before, after in pairwise(told):
         if after.word == "start":
-            assert after.step in (before.step, before.step + 1), output  # none lost; a kill may come before the line
+            # A kill may come before the line of a step that all have kept, or while a rank still copies what the first one has.
+            assert abs(after.step - before.step) <= 1, output
 
 
 def test_restarts_are_counted_and_the_last_error_ends_the_job(tmp_path: Path) -> None:
