@@ -83,7 +83,7 @@ def test_killed_twice_and_raised_once_it_ends_as_if_nothing_had_been(tmp_path: P
     told = lines(struck)
     for before, after in pairwise(told):
         if after.word == "start":
-            # A kill may come before the line of a step that all have kept, or while a rank still copies what the first one has.
+            # A kill may come before the line of a step that all have kept, or while a rank still copies what the first has.
             assert abs(after.step - before.step) <= 1, output
 
 
