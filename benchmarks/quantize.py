@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rows import environment, spread
 
-from meshkit.core.block_quantization import BLOCK, dequantize_blocks, quantize_blocks
+from meshkit.core.block_quantization import BLOCK, BlockWire, dequantize_blocks, quantize_blocks
 
 RESULTS = Path(__file__).parent / "results" / "quantize.jsonl"
+WIRES: tuple[BlockWire, ...] = ("int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ def main(settings: Settings) -> None:
         [2 * values.nbytes / s / 1e9 for s in seconds_of(lambda: other.copy_(values), settings.repeats, device)]
     )
     row = {**environment(), "benchmark": "quantize", "mib": settings.mib, "copy_gb_per_s": asdict(copy), "rates": {}}
-    for wire in ("int8", "int4"):
-        packed = quantize_blocks(values, wire)  # type: ignore[arg-type]
+    for wire in WIRES:
+        packed = quantize_blocks(values, wire)
         moved = values.nbytes + packed.nbytes
         for how in ("eager", "compiled"):
             there, back = quantize_blocks, dequantize_blocks

@@ -11,7 +11,7 @@ import torch
 
 from tests.device.world import run
 from tests.recipes.launch import command_line, write_corpus
-from tests.recipes.test_bf16 import RECIPES, flags_of, inputs, step_of  # noqa: F401  # a fixture
+from tests.recipes.small import RECIPES, flags_of, step_of, write_inputs
 
 pytestmark = pytest.mark.gate
 TEXT = {
@@ -36,6 +36,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text.jsonl")
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
 @pytest.mark.parametrize("recipe", OF_TEXT)
 def test_a_recipe_of_text_runs_on_a_device(recipe: str, corpus: Path, tmp_path: Path) -> None:
     flags = command_line({**TEXT, **OF_TEXT[recipe]}, data=corpus, cache=tmp_path / "cache", out=tmp_path / "out")
@@ -58,7 +63,7 @@ def test_a_replay_on_a_device_adds_in_one_order(corpus: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_of_post_training_runs_on_a_device(recipe: str, inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_recipe_of_post_training_runs_on_a_device(recipe: str, inputs: Path, tmp_path: Path) -> None:
     # In fp32: packed rows in bf16 have a kernel of CUDA's alone.
     flags = [*flags_of(recipe, "one", inputs, tmp_path / "out"), "--precision", "fp32"]
     assert run(1, step_of, recipe, flags) == [(None, [])]
@@ -66,7 +71,7 @@ def test_a_recipe_of_post_training_runs_on_a_device(recipe: str, inputs: Path, t
     assert math.isfinite(line["loss"])
 
 
-def test_distillation_runs_on_a_device(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_distillation_runs_on_a_device(inputs: Path, tmp_path: Path) -> None:
     flags = {"task": "reversal", "sft-steps": 2, "steps": 2, "warmup-steps": 0, "prompts": 4, "seq-len": 32}
     flags |= {"eval-every": 1, "eval-prompts": 2, "top": 5, "out": tmp_path / "out"}
     assert run(1, step_of, "distill", command_line(flags)) == [(None, [])]

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.recipes.launch import command_line, run
-from tests.recipes.test_bf16 import flags_of, inputs, step_of  # noqa: F401  # a fixture
+from tests.recipes.small import flags_of, step_of, write_inputs
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -109,10 +109,16 @@ def test_what_a_stream_needs_is_said(tmp_path: Path) -> None:
         assert status and text in output, output
 
 
-def test_the_schedule_of_the_policy_begins_after_the_critics_warm_up(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_schedule_of_the_policy_begins_after_the_critics_warm_up(tmp_path: Path) -> None:
     """On a rank whose warnings are errors: torch warns of a schedule that goes on before its optimizer."""
     told = {"critic-warmup": 1, "steps": 2, "warmup-steps": 1, "lr": 1e-3, "minibatches": 1, "lr-kind": "constant"}
-    flags = [*flags_of("ppo", "one", inputs, tmp_path), "--precision", "fp32", *command_line(told)]
+    (tmp_path / "inputs").mkdir()
+    flags = [
+        *flags_of("ppo", "one", write_inputs(tmp_path / "inputs"), tmp_path),
+        "--precision",
+        "fp32",
+        *command_line(told),
+    ]
     pool(1).run(step_of, "ppo", flags)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("lr") for row in rows] == [None, 1e-3]

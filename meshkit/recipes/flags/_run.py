@@ -79,7 +79,7 @@ class StepFlags(LearnFlags):
     def lr_schedule(self, optimizer: Optimizer, *, after: int = 0) -> LambdaLR:
         """Warm-up, then --lr-kind, which ends at a tenth of --lr if it falls. after: steps before the optimizer's first."""
         total = max(1, self.steps - after)
-        warmup = min(self.warmup_steps, total)
+        warmup = min(self.warmup_steps, total) if after else self.warmup_steps
         return lr_schedule(optimizer, kind=self.lr_kind, warmup_steps=warmup, total_steps=total, min_factor=0.1)
 
 
