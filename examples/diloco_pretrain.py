@@ -162,7 +162,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- export, of one replica
     if number == 0:
         export = config.out / f"model-{config.steps}"
-        mk.models.save_pretrained(run.model, run.full_model.config, export)
+        run.export(export, tokenizer)
         written = write_sample(
             run, ids := tokenizer.encode(config.prompt), tokens=config.sample_tokens, seed=config.seed
         )

@@ -33,7 +33,6 @@ from meshkit.recipes import (
     Session,
     StepFlags,
     engine_of,
-    export_model,
     first_policy,
     greedy_score,
     mesh_beside,
@@ -179,7 +178,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     if student_mesh.here:
-        export_model(student, export, tokenizer)
+        student.export(export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

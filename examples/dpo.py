@@ -34,7 +34,6 @@ from meshkit.recipes import (
     ParallelFlags,
     Session,
     TrainFlags,
-    export_model,
     nats_per_token,
     pair_means,
     preference_rows,
@@ -101,7 +100,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- rows to pairs
     rows = preference_rows(config, seed=config.seed)
-    encoder, tokenizer, folder = text_encoder(config, rows.train)
+    encoder, tokenizer = text_encoder(config, rows.train)
     length = {"seq_len": config.seq_len, "truncate": config.truncate}
     train, held_out = (encode_pairs(half, encoder, **length) for half in (rows.train, rows.held_out))
     print0(f"train     {check_examples(train, tokenizer)}")
@@ -120,7 +119,7 @@ def main() -> None:
             return
         nats = nats_per_token(run, [pair.chosen for pair in held_out], seq_len=config.seq_len, rows=4)
         print0(f"held out: {nats:.3f} nats per token of a chosen answer")
-        mk.models.save_pretrained(run.model, run.full_model.config, begin)
+        run.export(begin, encoder)
 
     # ---------------------------------------------------------------------------------------------- the sharded model
     config = dataclasses.replace(config, pretrained=begin)
@@ -195,7 +194,7 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export
-    export_model(run, export, encoder, came_from=folder, base=begin)
+    run.export(export, encoder, base=begin)
     print0(f"model in {export}")
 
 

@@ -36,7 +36,6 @@ from meshkit.recipes import (
     EnvironmentFlags,
     Session,
     actor_and_sampler,
-    export_model,
     first_policy,
     greedy_score,
     playing_engine,
@@ -195,7 +194,7 @@ def main() -> None:
         return
     export = config.out / f"model-{config.steps}"
     if mesh.here:
-        export_model(run, export, tokenizer)
+        run.export(export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

@@ -135,7 +135,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
-    mk.models.save_pretrained(run.model, run.full_model.config, export)
+    run.export(export, tokenizer)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)
     print0(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")

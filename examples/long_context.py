@@ -149,7 +149,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
-    mk.models.save_pretrained(run.model, run.full_model.config, export)
+    run.export(export, tokenizer)
     print0(f"\nheld out: {bits_per_byte(table):.3f} bits per byte; model in {export}")
     cut = by_position(run, splits.held_out, tokenizer, config, window=config.window)
     print0(f"\n{'position':>15} {'labels':>8} {'loss':>8}   if only the last {config.window} tokens are seen")

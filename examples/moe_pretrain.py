@@ -167,7 +167,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- export
     model_at = config.out / ("checkpoints" if config.bias_speed else f"model-{config.steps}")
     if not config.bias_speed:  # the Hugging Face formats of these families have no key for router biases
-        mk.models.save_pretrained(run.model, run.full_model.config, model_at)
+        run.export(model_at, tokenizer)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)
     print0(f"\nheld out: {held_out:.3f} bits per byte; model in {model_at}")

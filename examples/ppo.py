@@ -34,7 +34,6 @@ from meshkit.recipes import (
     Session,
     actor_and_sampler,
     engine_of,
-    export_model,
     first_policy,
     greedy_score,
     policy_tasks,
@@ -196,7 +195,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
     if actor_mesh.here:
-        export_model(actor, export, tokenizer)
+        actor.export(export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

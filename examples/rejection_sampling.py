@@ -33,7 +33,6 @@ from meshkit.recipes import (
     RolloutFlags,
     Session,
     engine_of,
-    export_model,
     first_policy,
     greedy_score,
     policy_tasks,
@@ -145,7 +144,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.rounds}"
-    export_model(run, export, tokenizer)
+    run.export(export, tokenizer)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

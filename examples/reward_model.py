@@ -35,7 +35,6 @@ from meshkit.recipes import (
     ParallelFlags,
     Session,
     TrainFlags,
-    export_model,
     pair_means,
     preference_rows,
     print0,
@@ -89,7 +88,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- rows to pairs
     rows = preference_rows(config, every=True, seed=config.seed)
-    encoder, tokenizer, folder = text_encoder(config, rows.train)
+    encoder, tokenizer = text_encoder(config, rows.train)
     length = {"seq_len": config.seq_len, "truncate": config.truncate}
     options = {**length, "scalars": ("margin",) if config.margin else ()}
     train = encode_pairs(rows.train, encoder, **options)
@@ -118,7 +117,7 @@ def main() -> None:
         }
         if not sft_phase(run, optimizer, chosen, dataclasses.replace(config, **first)):
             return
-        mk.models.save_pretrained(run.model, shape, begin)
+        run.export(begin, encoder)
 
     # ---------------------------------------------------------------------------------------------- the sharded model
     config = dataclasses.replace(config, pretrained=begin)
@@ -168,7 +167,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- export
     export = config.out / f"model-{config.steps}"
-    export_model(run, export, encoder, came_from=folder)
+    run.export(export, encoder)
     print0(f"\n{'held out':>12} {'pairs':>7} {'accuracy':>9} {'margin':>8}")
     for kind, row in means_of.items():
         print0(f"{kind:>12} {len(held_out[kind]):7,} {row['accuracy']:9.3f} {row['margin']:8.3f}")

@@ -36,7 +36,6 @@ from meshkit.recipes import (
     Session,
     TrainFlags,
     chat_encoder,
-    export_model,
     instruction_examples,
     instruction_rows,
     nats_per_token,
@@ -110,7 +109,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- rows to examples
     rows = instruction_rows(config)
     vocab_size = MODELS[config.model].vocab_size
-    chat, folder = chat_encoder(config, rows.train, config.out / "tokenizer", vocab_size=vocab_size)
+    chat = chat_encoder(config, rows.train, config.out / "tokenizer", vocab_size=vocab_size)
     train, held_out = (
         instruction_examples(config, half, chat, seq_len=config.seq_len) for half in (rows.train, rows.held_out)
     )
@@ -174,7 +173,7 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- export
     kind = "model" if config.lora_rank is None else "adapter"
     export = config.out / f"{kind}-{config.steps}"
-    export_model(run, export, chat, came_from=folder, base=config.pretrained)
+    run.export(export, chat, base=config.pretrained)
     print0(f"\nheld out: {nats:.3f} nats per token of an answer; {kind} in {export}")
     decode = chat.tokenizer.decode
     for example in (held_out[0], held_out[-1]):

@@ -85,6 +85,12 @@ def add_digests(folder: Path, files: Mapping[str, Path]) -> None:
     os.replace(partial, folder / DIGESTS)
 
 
+def digest_all(folder: Path) -> None:
+    """Write all files of a folder, and of folders in it, into its manifest."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != DIGESTS]
+    add_digests(folder, {str(path.relative_to(folder)): path for path in paths})
+
+
 def listed(folder: Path, error: type[MeshkitError]) -> list[str]:
     """The names in the folder's manifest; none where there is no manifest. Raises: `error` for a damaged one."""
     return sorted(_read(folder, error) or {})

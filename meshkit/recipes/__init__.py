@@ -1,4 +1,4 @@
-"""What recipes share: flags, the session that owns files and clocks, tasks, evaluation, export. No maths, no hooks."""
+"""What recipes share: flags, the session that owns files and clocks, tasks, evaluation. No maths, no hooks."""
 
 from .environments import playing_engine as playing_engine
 from .evaluation import bits_per_byte as bits_per_byte
@@ -8,7 +8,6 @@ from .evaluation import pair_means as pair_means
 from .evaluation import report_unscored as report_unscored
 from .evaluation import show_rollouts as show_rollouts
 from .evaluation import write_sample as write_sample
-from .export import export_model as export_model
 from .flags import EnvironmentFlags as EnvironmentFlags
 from .flags import InstructionFlags as InstructionFlags
 from .flags import LearnFlags as LearnFlags

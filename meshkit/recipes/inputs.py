@@ -78,8 +78,8 @@ def instruction_rows(config: InstructionFlags) -> TaskSplits:
     return split_records(read_records(config.data), held_out=config.held_out)
 
 
-def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, vocab_size: int) -> tuple[Chat, Path]:
-    """(tokenizer with its chat template, the folder it is from).
+def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, vocab_size: int) -> Chat:
+    """The tokenizer with its chat template.
 
     folder: where one is trained on the rows, once, if neither --tokenizer nor --pretrained names another.
     """
@@ -88,7 +88,7 @@ def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, 
         # Trained once and kept in the run's folder: a run that continues must not get another vocabulary.
         if source is None and not (folder / "tokenizer.json").exists():
             save_chat_tokenizer(rows, folder, vocab_size=vocab_size)
-    return load_chat(source or folder), source or folder
+    return load_chat(source or folder)
 
 
 def instruction_examples(config: InstructionFlags, rows: list[Record], chat: Chat, *, seq_len: int) -> list[Example]:
@@ -114,8 +114,8 @@ def preference_rows(config: PairFlags, *, seed: int, every: bool = False) -> Tas
     )
 
 
-def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenizer, Tokenizer, Path | None]:
-    """(what encodes the rows, its tokenizer, the folder they are from); without a folder the tokenizer is trained here."""
+def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenizer, Tokenizer]:
+    """(what encodes the rows, its tokenizer); without a folder the tokenizer is trained here."""
     folder = config.tokenizer or config.pretrained
     with main_rank_first():
         if folder is not None:
@@ -128,4 +128,4 @@ def text_encoder(config: PairFlags, rows: list[Record]) -> tuple[Chat | Tokenize
                 vocab_size=SMALL_PREFERENCE_MODEL.vocab_size,
                 progress=is_main,
             )
-    return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder, folder
+    return encoder, encoder.tokenizer if isinstance(encoder, Chat) else encoder

@@ -16,7 +16,6 @@ from meshkit.algos.sft import sft_steps
 from meshkit.data import Example, ExampleLoader, Record, Tokenizer, encode_completion
 from meshkit.initialize import init_weights
 from meshkit.metrics import Progress
-from meshkit.models import save_pretrained
 from meshkit.step import Run, clip_grad_norm
 
 from .flags import TrainFlags
@@ -84,8 +83,7 @@ def warm_up_policy(
         if is_main:
             print(f"first {steps} steps on right answers")
         sft_steps(run, optimizer, examples, steps=steps, seed=seed, each=progress.update, **sizes)
-    config: Any = run.full_model.config
-    save_pretrained(run.model, config, folder)
+    run.export(folder, tokenizer)
 
 
 def _right_answers(row: Record, tokenizer: Tokenizer) -> list[Example]:

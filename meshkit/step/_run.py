@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from meshkit.plan import Plan
 from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
+from meshkit.step._export import Encoder, export
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._new_losses import NewLosses
 from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
@@ -392,6 +394,27 @@ class Run:
         if chosen.mesh is None:
             chosen = replace(chosen, mesh=self.mesh.spec)
         return self.mover(self, chosen, optimizer=optimizer, loader=loader)
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        tokenizer: Encoder | None = None,
+        *,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write a folder that transformers' `AutoModel`s, `AutoTokenizer` and `pipeline` read. Every rank must call it.
+
+        It holds weights, config.json, the tokenizer's files, the chat template, and generation_config.json, which ends
+        answers at the tokenizer's eos, at what the tokenizer's folder says, and at what the template writes after an
+        answer. Of a model with adapters it is a folder that PEFT reads; of a `RewardModel` transformers'
+        ...ForSequenceClassification, whose `pipeline` gives plain scores.
+        tokenizer: a `Tokenizer`, a `Chat`, or a folder with one; one that was read from a folder is copied from there file by
+        file. None: weights and config.json alone. base: of adapters, the folder of the frozen model.
+        The folder must not exist or be empty. It appears under its name when it is complete; files have a new file's mode.
+        Wire, memory: as `mk.models.save_pretrained`. Raises: CheckpointError, on every rank, if the folder is not empty;
+        PlanError for a model without a config.
+        """
+        export(self, folder, tokenizer, base)
 
     def routing_of_stages(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(`expert_counts`, `auxiliary`) of the routers of all stages, the same on every rank. A collective of all ranks.

@@ -23,7 +23,7 @@ SHARD_BYTES = 64 * 2**20
 
 
 class Origin:
-    """Serves versions of a model, each a folder as `export_model` or `save_pretrained` write it. A context.
+    """Serves versions of a model, each a folder as `Run.export` or `save_pretrained` write it. A context.
 
     port: 0 takes a free one, see `address`. secret: signs manifests, so that no relay can pass off other weights.
     """

@@ -7,6 +7,7 @@ model says with {% generation %} blocks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,6 +144,18 @@ class Chat:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The special token that the template ends an answer with, as `<|im_end|>`; none where it writes none there."""
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text = self.template.render(turns, **self.variables)
+        except DataError:  # it wants chats of another kind
+            return ()
+        encoding, end = self.encode_rendered(text), text.rfind("answer") + len("answer")
+        after = [id for id, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if start >= end]
+        return tuple([id for id in after if id in self.special_ids][:1])
+
+    @cached_property
     def _special_texts(self) -> tuple[str, ...]:
         added = self.tokenizer.backend.get_added_tokens_decoder()
         return tuple(token.content for token in added.values() if token.special)
@@ -185,13 +198,14 @@ def chatml(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer=tokenizer, template=ChatTemplate(source=CHATML, where="CHATML"))
 
 
-def load_chat_template(folder: Path, *, name: str = "default") -> ChatTemplate:
+def load_chat_template(folder: str | os.PathLike[str], *, name: str = "default") -> ChatTemplate:
     """The template of a Hugging Face folder, with the folder's special tokens.
 
     Read from chat_template.jinja, or additional_chat_templates/NAME.jinja, or else from tokenizer_config.json.
     name: where a folder has several, such as "tool_use".
     Raises: DataError if the folder has no such template.
     """
+    folder = Path(folder)
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     check_digests(
         folder, [str(file.relative_to(folder)), "tokenizer_config.json", "special_tokens_map.json"], DataError
@@ -220,14 +234,15 @@ def load_chat_template(folder: Path, *, name: str = "default") -> ChatTemplate:
     return ChatTemplate(source=templates[name], special_tokens=special, where=f"{folder / 'tokenizer_config.json'}")
 
 
-def load_chat(folder: Path, *, name: str = "default", **variables: Any) -> Chat:
+def load_chat(folder: str | os.PathLike[str], *, name: str = "default", **variables: Any) -> Chat:
     """The tokenizer and the template of a Hugging Face folder. variables: for every rendering, like enable_thinking=False."""
     template = load_chat_template(folder, name=name)
     return Chat(tokenizer=load_tokenizer(folder), template=template, variables=variables)
 
 
-def save_chat_template(template: ChatTemplate, folder: Path) -> None:
+def save_chat_template(template: ChatTemplate, folder: str | os.PathLike[str]) -> None:
     """Write chat_template.jinja, which transformers reads from a tokenizer's folder."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "chat_template.jinja"
     file.write_text(template.source, encoding="utf-8")

@@ -6,10 +6,10 @@ messages that both chats begin with.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from meshkit.data.text.tokenizer import Tokenizer, load_tokenizer
 from meshkit.errors import DataError
 
 
-def load_encoder(folder: Path, rows: Sequence[Record], *, chosen: str = "chosen") -> Chat | Tokenizer:
+def load_encoder(folder: str | os.PathLike[str], rows: Sequence[Record], *, chosen: str = "chosen") -> Chat | Tokenizer:
     """The encoder for `encode_pairs` from a Hugging Face folder: a chat for rows with messages, a tokenizer for text.
 
     Raises: DataError as `load_chat` and `load_tokenizer` do.

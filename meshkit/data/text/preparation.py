@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from meshkit.data.text.corpus import Corpus, corpus_bytes, corpus_fingerprint, read_documents
 from meshkit.data.text.documents import Document
-from meshkit.data.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from meshkit.data.text.tokenizer import BOS, Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 from meshkit.data.text.tokens import Tokens, TokenWriter, open_tokens, verify_tokens
 from meshkit.errors import DataError
 
@@ -35,7 +35,7 @@ def prepare_tokenizer(
 
     sample_bytes: train on documents spread evenly over the corpus, of about this much text at most.
     """
-    where = folder / f"tokenizer-{_key(corpus_fingerprint(corpus), vocab_size, sample_bytes)}"
+    where = folder / f"tokenizer-{_key(corpus_fingerprint(corpus), vocab_size, sample_bytes, BOS)}"
     if not (where / "tokenizer.json").exists():
         with _shown(corpus, "sample", progress) as documents:
             sample = sample_texts(documents, sample_bytes=sample_bytes)

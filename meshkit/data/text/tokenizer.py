@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from meshkit.core.digests import add_digests, check_digests
 from meshkit.core.full_disk import telling_of_a_full_disk
@@ -23,6 +23,7 @@ from meshkit.errors import DataError
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"
+PAD = "<|pad|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     bos_id: int | None
     eos_id: int
+    folder: Path | None = None  # that it was read from
 
     def __post_init__(self) -> None:
         # The flag makes special tokens in a text plain text. A tokenizer.json may also carry truncation and padding,
@@ -48,6 +50,13 @@ class Tokenizer:
         """One more than the largest id."""
         # Not the number of entries: ids may have gaps, and an embedding must hold the largest.
         return max(self.backend.get_vocab().values()) + 1
+
+    @cached_property
+    def pad_id(self) -> int:
+        """What fills rows up in other libraries: its folder's padding token, or `<|pad|>`; else bos, for eos is learnt."""
+        config = {} if self.folder is None else _read_config(self.folder / "tokenizer_config.json")
+        token = self.backend.token_to_id(_content(config.get("pad_token")) or PAD)
+        return next(id for id in (token, self.bos_id, self.eos_id) if id is not None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,17 +107,26 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, extra_special_toke
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend=backend, bos_id=special_tokens.index(BOS), eos_id=special_tokens.index(EOS))
+    return _beginning_with_bos(backend, special_tokens.index(BOS), special_tokens.index(EOS))
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and the tokenizer_config.json that names bos and eos: a folder transformers can load."""
+def _beginning_with_bos(backend: tokenizers.Tokenizer, bos_id: int, eos_id: int) -> Tokenizer:
+    """Others encode a text as documents begin here, with bos."""
+    bos, tokens = f"{BOS} $A", [(BOS, bos_id)]
+    backend.post_processor = processors.TemplateProcessing(single=bos, pair=f"{bos} $B", special_tokens=tokens)
+    return Tokenizer(backend=backend, bos_id=bos_id, eos_id=eos_id)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
+    """Write tokenizer.json and the tokenizer_config.json that names bos, eos and pad: a folder transformers can load."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     bos = None if tokenizer.bos_id is None else tokenizer.backend.id_to_token(tokenizer.bos_id)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": tokenizer.backend.id_to_token(tokenizer.eos_id),
+        "pad_token": tokenizer.backend.id_to_token(tokenizer.pad_id),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     # A name for each process: ranks that train the same tokenizer at once write a file each, and the last rename wins
@@ -121,12 +139,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     os.replace(partial, folder / "tokenizer.json")  # the last step: a folder with tokenizer.json is complete
 
 
-def load_tokenizer(folder: Path, *, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    folder: str | os.PathLike[str], *, bos_token: str | None = None, eos_token: str | None = None
+) -> Tokenizer:
     """Load a folder with tokenizer.json: one of ours or any of Hugging Face's.
 
     bos_token, eos_token: override what tokenizer_config.json names.
     Raises: DataError if a file is missing or not a tokenizer, or if no eos token is named.
     """
+    folder = Path(folder)
     path = folder / "tokenizer.json"
     check_digests(folder, ["tokenizer.json", "tokenizer_config.json"], DataError)
     if not path.is_file():
@@ -140,7 +161,7 @@ def load_tokenizer(folder: Path, *, bos_token: str | None = None, eos_token: str
     eos_id = _id_of(backend, path, eos_token or _content(config.get("eos_token")))
     if eos_id is None:
         raise DataError(f"{path}: nothing says which token ends a document. Pass eos_token=...")
-    return Tokenizer(backend=backend, bos_id=bos_id, eos_id=eos_id)
+    return Tokenizer(backend=backend, bos_id=bos_id, eos_id=eos_id, folder=folder)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -207,8 +228,6 @@ def _digest(value: object) -> str:
 
 # A tokenizer with one id for each character of an alphabet: all that a small task needs, and nothing to train.
 
-PAD = "<|pad|>"
-
 
 def character_tokenizer(alphabet: Iterable[str]) -> Tokenizer:
     """`<|pad|>` is id 0, `<|bos|>` 1, `<|eos|>` 2, then the characters in order of their code points.
@@ -227,4 +246,4 @@ def character_tokenizer(alphabet: Iterable[str]) -> Tokenizer:
     backend.add_special_tokens(specials)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # or characters would be joined by spaces
-    return Tokenizer(backend=backend, bos_id=ids[BOS], eos_id=ids[EOS])
+    return _beginning_with_bos(backend, ids[BOS], ids[EOS])

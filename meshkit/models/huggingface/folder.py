@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshkit.core.digests import add_digests, check_digests, listed
+from meshkit.core.digests import check_digests, digest_all, listed
 from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import full_model_of, full_state, group_of, note
 from meshkit.core.sharding import full_tensor
-from meshkit.errors import CheckpointError, PlanError
+from meshkit.errors import CheckpointError, MeshkitError, PlanError
 from meshkit.lora import lora_of
 from meshkit.models.deepseek import DeepseekV3, DeepseekV3Config
 from meshkit.models.huggingface.block_scales import BlockScales
@@ -40,7 +40,8 @@ from meshkit.models.moe import Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
 from meshkit.models.reward import RewardModel
 
 WEIGHTS_FILE = "model.safetensors"
-_ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+# A regression: transformers' pipeline puts one label of anything else through a sigmoid.
+_ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -213,12 +214,14 @@ def save_pretrained(
     max_shard_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
     extra: Mapping[str, object] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder that transformers' `from_pretrained` and `load_pretrained` read. Every rank must call it.
 
     config: of the model; for a transformers model `model.config.to_dict()`. dtype: of the file's floating tensors, None
-    keeps the model's. extra: more fields for config.json, see `save_config`. The folder must not exist or be empty; it
-    appears under its name when it is complete, and not before, with the digests of its files in meshkit_digests.json.
+    keeps the model's. extra: more fields for config.json, see `save_config`. beside: writes more files into the
+    folder that it is given, on rank 0. The folder must not exist or be empty; it appears under its name when it is complete, and not before,
+    with the digests of its files in meshkit_digests.json.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each tensor of other stages.
     Memory: rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
     of stacked experts all.
@@ -258,7 +261,9 @@ def save_pretrained(
         write_config(raw, partial, extra)
         for file in shards:  # safetensors makes files that their owner alone can read
             shutil.copymode(partial / CONFIG_FILE, partial / file)
-        add_digests(partial, {path.name: path for path in partial.iterdir()})
+        if beside is not None:
+            beside(partial)
+        digest_all(partial)
         partial.rename(folder)
 
     on_rank_zero(model, begin)
@@ -418,7 +423,7 @@ def on_rank_zero(model: nn.Module, action: Callable[[], None]) -> None:
     if is_rank_zero(model):
         try:
             action()
-        except (CheckpointError, OSError) as error:
+        except (MeshkitError, OSError) as error:
             refusal = [str(error)]
     if _distributed():
         dist.broadcast_object_list(refusal, group=group_of(model), group_src=0)

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshkit.core.digests import add_digests, check_digests, listed
+from meshkit.core.digests import check_digests, digest_all, listed
 from meshkit.errors import CheckpointError
 from meshkit.lora import Lora, is_adapter, lora_of
 from meshkit.models.huggingface.config import read_json
@@ -44,11 +45,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
+def save_lora(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    base: str | None = None,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """Write the adapters as a folder that PEFT's `from_pretrained` and `load_lora` read. Every rank must call it.
 
-    base: name or path of the frozen model, noted in the folder. The folder must not exist or be empty; it appears under its
-    name when it is complete. For a model whose names are transformers' ones, as those of `meshkit.models` become.
+    base: name or path of the frozen model, noted in the folder. beside: writes more files into the folder that it is given,
+    on rank 0. The folder must not exist or be empty; it appears under its name when it is complete. For a model whose names
+    are transformers' ones, as those of `meshkit.models` become.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each of other stages.
     Memory: rank 0 holds all adapters on the host. Raises: CheckpointError, on every rank, if the folder is not empty;
     PlanError for a model without adapters.
@@ -68,7 +76,9 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, base: str | N
         save_tensors(adapters, partial / WEIGHTS_FILE)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)  # as in folder.py
-        add_digests(partial, {path.name: path for path in partial.iterdir()})
+        if beside is not None:
+            beside(partial)
+        digest_all(partial)
         partial.rename(folder)
 
     on_rank_zero(model, begin)
