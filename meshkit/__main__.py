@@ -1,7 +1,13 @@
-"""Command line: draw a pipeline schedule, estimate memory, forecast seconds, search strategies, place the calls of
-reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a cluster, read the last
-calls of a run, relay weights.
+"""Command line: train by a recipe or copy it, draw a pipeline schedule, estimate memory, forecast seconds, search strategies,
+place the calls of reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a
+cluster, read the last calls of a run, relay weights.
 
+`meshkit` and `python -m meshkit` are the same; the name of a recipe may stand for its file.
+
+meshkit train pretrain --steps 20
+meshkit train --nproc-per-node 4 pretrain --mesh "dp_shard=2 tp=2"
+meshkit copy grpo .
+meshkit estimate pretrain --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit draw zbv --ranks 4 --microbatches 8
 python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --html interleaved.html
 python -m meshkit draw mine.csv --trace mine.json
@@ -32,8 +38,7 @@ try:
     import tyro
 except ModuleNotFoundError as missing:
     raise SystemExit(
-        "python -m meshkit needs tyro, which is in the optional extra `recipes`.\n"
-        'Install it with: pip install "meshkit[recipes]"'
+        'meshkit needs tyro, which is in the optional extra `recipes`.\nInstall it with: pip install "meshkit[recipes]"'
     ) from missing
 from rich.console import Console
 from tyro.conf import Positional, arg
@@ -59,8 +64,10 @@ from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
 from meshkit.preflight.search.command import Search
 from meshkit.preflight.search.command import command as search_command
+from meshkit.recipes.files import RECIPES, copy, recipe_file, train
 
 FILE = arg(metavar="FILE")
+OF_SCRIPTS = ("estimate", "forecast", "search", "plan-rl", "explain")
 DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as many took 49 s
 PLANNED = 1 << 11  # in an energy plan; 1F1B with as many took 14 s
 
@@ -70,6 +77,25 @@ class Calls:
     """Print who was where, from the files of `run_main(calls=FOLDER)`: calls that are missing, then the last of each rank."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Run a recipe: meshkit train [OPTIONS OF TORCHRUN] RECIPE [FLAGS]. RECIPE --help shows its flags.
+
+    Options before the recipe's name, as --nproc-per-node 4, start that many ranks by torchrun; without any it runs in this
+    process, as one rank.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE", help=", ".join(RECIPES))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Copy a recipe's file, to read and change: it needs nothing but meshkit."""
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE", help=", ".join(RECIPES))]
+    to: Annotated[Positional[Path], arg(metavar="WHERE", help="a folder, or a name for the file")] = Path(".")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +214,12 @@ def parse_times(words: str) -> Times:
 def main() -> None:
     choose = tyro.extras.subcommand_cli_from_dict
     try:
-        if sys.argv[1:2] == ["estimate"]:
+        named = sys.argv[2:3] and sys.argv[2] in RECIPES and not Path(sys.argv[2]).exists()
+        if named and sys.argv[1] in OF_SCRIPTS:
+            sys.argv[2] = str(recipe_file(sys.argv[2]))
+        if sys.argv[1:2] == ["train"] and sys.argv[2:] not in (["--help"], ["-h"]):
+            train(sys.argv[2:])  # the words belong to torchrun and to the recipe
+        elif sys.argv[1:2] == ["estimate"]:
             command(sys.argv[2:])  # what it does not know are flags of the script
         elif sys.argv[1:2] == ["forecast"]:
             forecast_command(sys.argv[2:])
@@ -201,6 +232,8 @@ def main() -> None:
         else:
             chosen = choose(
                 {
+                    "train": Train,
+                    "copy": Copy,
                     "draw": Draw,
                     "estimate": Memory,
                     "forecast": Seconds,
@@ -213,7 +246,7 @@ def main() -> None:
                     "calls": Calls,
                     "measure-cluster": MeasureCluster,
                 },
-                prog="python -m meshkit",
+                prog="meshkit",
                 description=__doc__,
             )
             if isinstance(chosen, Calls):
@@ -225,9 +258,11 @@ def main() -> None:
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)
+            elif isinstance(chosen, Copy):
+                print(f"wrote {copy(chosen.recipe, chosen.to)}")
             elif isinstance(chosen, MeasureCluster):
                 measure_cluster(chosen)
-            else:
+            elif isinstance(chosen, Draw):
                 draw(chosen)
     except (MeshkitError, OSError) as error:  # a file that cannot be written, for one
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -47,7 +47,7 @@ from meshkit.resolve import resolve
 from meshkit.step import Run
 from meshkit.strategy import Strategy
 
-from .flags import RunFlags, StepFlags, TrainFlags
+from .flags import ParallelFlags, RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
 from .foresight import Foresight
 from .process import add_in_one_order, collecting_garbage, multiplying_fp32
@@ -170,6 +170,8 @@ class Session:
         if self.start:
             print0(f"resume from {self._unit} {self.start}{' in memory' * self._checkpoints.resumed_in_memory}")
         is_main = dist.get_rank() == 0
+        if is_main and self._writes and isinstance(config, ParallelFlags):
+            config.write(config.out)
         with ExitStack() as files:  # what is open is closed again where opening the rest fails
             for checkpoints in (self._checkpoints, *(checkpoints for checkpoints, *_ in self._parts)):
                 files.enter_context(checkpoints)

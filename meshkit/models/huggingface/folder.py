@@ -219,9 +219,9 @@ def save_pretrained(
     """Write a folder that transformers' `from_pretrained` and `load_pretrained` read. Every rank must call it.
 
     config: of the model; for a transformers model `model.config.to_dict()`. dtype: of the file's floating tensors, None
-    keeps the model's. extra: more fields for config.json, see `save_config`. beside: writes more files into the
-    folder that it is given, on rank 0. The folder must not exist or be empty; it appears under its name when it is complete, and not before,
-    with the digests of its files in meshkit_digests.json.
+    keeps the model's. extra: more fields for config.json, see `save_config`. beside: writes more files into the folder that
+    it is given, on rank 0. The folder must not exist or be empty; it appears under its name when it is complete, and not
+    before, with the digests of its files in meshkit_digests.json.
     Wire: the all-gathers of one tensor at a time; with pp also one message to rank 0 for each tensor of other stages.
     Memory: rank 0 holds one file, at most max_shard_bytes or one larger tensor, and all ranks one tensor of the model,
     of stacked experts all.

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from meshkit.errors import DataError, PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.recipes.flag_file import with_file, write_flags
 from meshkit.recipes.flags._run import StepFlags
 from meshkit.recipes.folders import refuse_folder
 from meshkit.recipes.ranges import Count, Ranged
@@ -72,6 +73,8 @@ class ParallelFlags(Ranged):
     """torch.compile, block by block"""
     strategy: Path | None = None
     """a TOML file with a Strategy, in place of the flags above; one of those beside it may not say otherwise"""
+    config: Path | None = None
+    """a TOML file with flags, as a run keeps its own in --out/config.toml; those on the command line win"""
 
     @classmethod
     def parse(cls, args: Sequence[str] | None = None, **options: Any) -> Self:
@@ -84,9 +87,10 @@ class ParallelFlags(Ranged):
         """
         import tyro  # of the extra `recipes`; without it a Config can still be made by keyword
 
+        args = with_file(sys.argv[1:] if args is None else args, {field.name for field in dataclasses.fields(cls)})
         config: Self = tyro.cli(cls, args=args, **options)
         # tyro says what a flag holds, not whether it was given. Both spellings of a bool: --sequence and --no-sequence.
-        words = [word for word in (sys.argv[1:] if args is None else args) if word.startswith("--")]
+        words = [word for word in args if word.startswith("--")]
         names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
         given = names | {name.removeprefix("no_") for name in names}
         if isinstance(config, StepFlags) and config.warmup_steps > config.steps:
@@ -128,6 +132,12 @@ class ParallelFlags(Ranged):
                     f"{getattr(chosen, name)} and {choice}. Leave {name} out of the file."
                 )
         return dataclasses.replace(chosen, **choices)
+
+    def write(self, folder: Path) -> None:
+        """Write these flags, resolved, as config.toml into a folder: what --config reads back."""
+        # With --strategy its file says the rest, and a flag beside it that says otherwise is refused.
+        by_strategy = () if self.strategy is None else STRATEGY_FIELDS.keys() - {"mesh", "microbatches"}
+        write_flags(self, folder, without=by_strategy)
 
     def _of_flags(self) -> Strategy:
         return Strategy(
