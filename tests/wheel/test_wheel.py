@@ -110,13 +110,14 @@ mk.Strategy(mash="tp=2")
 """
 
 
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+# basedpyright is pyright in a wheel with all that it runs on: pyright's own downloads it when it is first called.
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_types_are_seen_after_an_editable_install(checker: str, tmp_path: Path) -> None:
     if shutil.which(checker) is None and not (Path(sys.executable).parent / checker).exists():
         pytest.skip(f"no {checker} here")
     python = install(build(tmp_path / "editable", "editable"), tmp_path / "env") / "bin/python"
     (tmp_path / "use.py").write_text(USE)
-    options = {"mypy": ["--python-executable", python, "--no-incremental"], "pyright": ["--pythonpath", python]}
+    options = {"mypy": ["--python-executable", python, "--no-incremental"], "basedpyright": ["--pythonpath", python]}
     program = shutil.which(checker) or Path(sys.executable).parent / checker
     status, output = call(program, *options[checker], "use.py", cwd=tmp_path)
     assert status == 1 and "mash" in output, output
