@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "learning.svg"
 RECIPES = ("grpo", "ppo", "rejection_sampling")
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 320, 50, 16, 310, 40
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 860, 320, 50, 16, 390, 40
 
 
 def rows() -> list[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -183,7 +184,7 @@ class Cluster:
         return sorted(path.stem for path in DATASHEETS.glob("*.toml"))
 
     @staticmethod
-    def read(name: str | Path) -> Cluster:
+    def read(name: str | os.PathLike[str]) -> Cluster:
         """A datasheet by its name, or a file. Raises: ClusterError, also for what is not there."""
         path = Path(name)
         if path.suffix != ".toml":
@@ -207,7 +208,7 @@ class Cluster:
     def to_toml(self) -> str:
         return toml_text(table_of(self))
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
     def changed(self, **fields: float) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ class Record:
     source: str
 
 
-def read_records(paths: str | Path | Sequence[str | Path], *, split: str | None = None) -> Iterator[Record]:
+def read_records(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, split: str | None = None
+) -> Iterator[Record]:
     """The rows of .jsonl, .parquet and .arrow files, and of folders, in order; the files of a folder sorted by name.
 
     A folder is what `datasets` saved with save_to_disk, or else any that holds such files, at any depth.
@@ -30,7 +33,7 @@ def read_records(paths: str | Path | Sequence[str | Path], *, split: str | None 
     inside of a field are left out.
     Raises: DataError naming file and line for what is missing or cannot be read, and if there are no rows at all.
     """
-    path_list = [paths] if isinstance(paths, str | Path) else list(paths)
+    path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     empty = True
     for path in map(Path, path_list):
         for name, file in _files(path, split):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -78,11 +79,14 @@ def instruction_rows(config: InstructionFlags) -> TaskSplits:
     return split_records(read_records(config.data), held_out=config.held_out)
 
 
-def chat_encoder(config: InstructionFlags, rows: list[Record], folder: Path, *, vocab_size: int) -> Chat:
+def chat_encoder(
+    config: InstructionFlags, rows: list[Record], folder: str | os.PathLike[str], *, vocab_size: int
+) -> Chat:
     """The tokenizer with its chat template.
 
     folder: where one is trained on the rows, once, if neither --tokenizer nor --pretrained names another.
     """
+    folder = Path(folder)
     source = config.tokenizer or config.pretrained
     with main_rank_first():
         # Trained once and kept in the run's folder: a run that continues must not get another vocabulary.

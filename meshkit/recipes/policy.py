@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,8 +127,9 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
     return start
 
 
-def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
+def run_from(folder: str | os.PathLike[str], build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
     """The model of a folder, built on its mesh. fresh: parameters that the folder lacks, initialised from the seed."""
+    folder = Path(folder)
     run = build(config_from_pretrained(folder))
     # Before the load, which then overwrites all but the fresh ones: a score head that the folder lacks keeps its first
     # values.
@@ -138,7 +140,11 @@ def run_from(folder: Path, build: Build, *, fresh: Sequence[str] = (), seed: int
 
 
 def sampler_of(
-    config: SamplerFlags, meshes: Mapping[str, Mesh], actor: Run | None, start: Path, build: Callable[[Mesh, Any], Run]
+    config: SamplerFlags,
+    meshes: Mapping[str, Mesh],
+    actor: Run | None,
+    start: str | os.PathLike[str],
+    build: Callable[[Mesh, Any], Run],
 ) -> tuple[Run | None, list[Sync]]:
     """(who writes, the weight syncs): the actor itself and none, or with --sampler-mesh its copy, and one to it.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from meshkit.errors import DataError
@@ -43,9 +45,15 @@ Threshold = Annotated[float, Range(low=0, open=True, infinite=True)]
 @dataclass(frozen=True, kw_only=True)
 class Ranged:
     """A base of dataclasses of flags: a number outside of its field's range is refused where the object is made, by a command
-    line or in Python. Raises: DataError."""
+    line or in Python; a path may be a text there. Raises: DataError."""
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if str(each.type).startswith("Path") and isinstance(value, str | os.PathLike):
+                object.__setattr__(self, each.name, Path(value))
+            elif str(each.type).startswith("tuple[Path"):
+                object.__setattr__(self, each.name, tuple(map(Path, value)))
         for name, wanted in _ranges(type(self)).items():
             value = getattr(self, name)
             if value is not None and value not in wanted:

@@ -6,10 +6,10 @@ Reinforcement learning on a reference task shows in minutes on a CPU.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Tasks:
 
 def load_tasks(
     task: str,
-    data: Sequence[Path] = (),
+    data: Sequence[str | os.PathLike[str]] = (),
     *,
     held_out: float = 0.05,
     evaluated: int | None = None,

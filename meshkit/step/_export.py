@@ -71,7 +71,7 @@ def _config(model: Any) -> Any:
     if config is None:
         raise PlanError(
             f"run.export: {type(model).__name__} has no config, from which others could build it. Give it one of "
-            "transformers or of mk.models, or keep its weights by mk.save."
+            "transformers or of mk.models, or keep its weights by mk.Checkpointer."
         )
     if not hasattr(config, "to_dict"):
         return config

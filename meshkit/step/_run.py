@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,14 @@ from meshkit.plan import Plan
 from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
-from meshkit.step._export import Encoder, export
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._new_losses import NewLosses
 from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
 from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshkit.step._export import Encoder
 
 
 class Movable(Protocol):
@@ -414,6 +416,8 @@ class Run:
         Wire, memory: as `mk.models.save_pretrained`. Raises: CheckpointError, on every rank, if the folder is not empty;
         PlanError for a model without a config.
         """
+        from meshkit.step._export import export  # here: `import meshkit` stays without tokenizers
+
         export(self, folder, tokenizer, base)
 
     def routing_of_stages(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

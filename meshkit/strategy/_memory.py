@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,7 @@ class ActivationOffload:
         for name, least in (("keep_last", 0), ("min_bytes", 1), ("ahead", 0), ("reserve", 0), ("staging", 1)):
             if getattr(self, name) < least:
                 raise PlanError(f"ActivationOffload({name}={getattr(self, name)}): use at least {least}.")
-        if isinstance(self.folder, str):
+        if isinstance(self.folder, str | os.PathLike):
             object.__setattr__(self, "folder", Path(self.folder))
         if self.folder is not None and self.to == "host":
             raise PlanError(

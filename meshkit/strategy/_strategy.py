@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class Strategy:
         return from_table(Strategy, text, source=source)
 
     @staticmethod
-    def read(path: str | Path) -> Strategy:
+    def read(path: str | os.PathLike[str]) -> Strategy:
         """Raises: PlanError, also for a file that is not there."""
         if not Path(path).is_file():
             raise PlanError(f"Strategy.read: there is no file {path}. Write one with Strategy(...).write(path).")
@@ -166,7 +167,7 @@ class Strategy:
             raise PlanError(f"{path}: this is no TOML: {error}.") from error
         return Strategy.from_toml(text, source=str(path))
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """Raises: PlanError as `to_toml` does."""
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 

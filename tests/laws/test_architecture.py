@@ -6,14 +6,17 @@ import-linter holds the directions of imports (`pyproject.toml`); here is what i
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -253,6 +256,39 @@ def _text(place: str) -> str:
     return " ".join(" ".join(path.read_text() for path in sorted(files)).split())  # a term may end a line
 
 
+PATH = re.compile(r"\bPath\b")
+WRITES = re.compile(r"Callable\[[^\]]*\][^|]*")  # a function that is given a Path
+
+
+def test_a_public_function_takes_a_path_as_text_too() -> None:
+    """Records hold a `Path`, and flags are made of either; who calls a function should not have to know which."""
+    strict = [
+        f"{module.__name__}.{name}({parameter.name}: {parameter.annotation})"
+        for module in MODULES
+        for name, value in _callables(module)
+        for parameter in inspect.signature(value).parameters.values()
+        if PATH.search(WRITES.sub("", str(parameter.annotation)))
+    ]
+    hold("public parameters that take no str", strict)
+
+
+def _callables(module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Functions, and methods of classes; not what a dataclass makes of its fields."""
+    for name, value in public(module).items():
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value) and value.__module__.startswith("meshkit"):
+            for method, each in vars(value).items():
+                function = each.__func__ if isinstance(each, staticmethod | classmethod) else each
+                generated = method == "__init__" and dataclasses.is_dataclass(value)
+                if (
+                    inspect.isfunction(function)
+                    and (method == "__init__" or not method.startswith("_"))
+                    and not generated
+                ):
+                    yield f"{name}.{method}", function
+
+
 # How long a recipe is
 
 
@@ -302,6 +338,13 @@ def test_contributing_names_files_that_exist() -> None:
     named = set(FILE.findall((ROOT / "CONTRIBUTING.md").read_text()))
     missing = [name for name in sorted(named) if not list(ROOT.glob(name)) and not list(_tracked_folders(name))]
     hold("files that CONTRIBUTING names and that are not there", missing)
+
+
+def test_every_file_that_names_the_version_names_the_same() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert newest.split()[1] == project["version"]
 
 
 def _tracked_folders(name: str) -> Iterator[Path]:

@@ -12,7 +12,7 @@ import pytest
 import meshkit as mk
 from meshkit.errors import DataError, PlanError
 from meshkit.preflight.estimate.recipe import Recipe, load_script
-from meshkit.recipes import ParallelFlags, RampFlags, TrainFlags
+from meshkit.recipes import PairFlags, ParallelFlags, RampFlags, TrainFlags
 from meshkit.recipes.flags import STRATEGY_FIELDS
 from meshkit.strategy import (
     ActivationOffload,
@@ -68,7 +68,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_refused_before_anything_is_mad
 
 
 def test_every_flag_of_a_strategy_has_its_place_in_it() -> None:
-    names = {field.name for field in dataclasses.fields(ParallelFlags)} - {"strategy"}
+    names = {field.name for field in dataclasses.fields(ParallelFlags)} - {"strategy", "config"}
     assert names | {"microbatches"} == set(STRATEGY_FIELDS)
 
 
@@ -189,3 +189,9 @@ def test_a_batch_that_grows_has_more_microbatches_of_the_same_size() -> None:
     assert sizes == [8, 16, 32]
     assert [config.microbatches_of(size) for size in sizes] == [2, 4, 8]
     assert RampFlags(global_batch=8).batch_ramp()(10**9) == 8
+
+
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    config = Config(out="runs/mine", strategy=str(tmp_path / "run.toml"))
+    assert config.out == Path("runs/mine") and config.strategy == tmp_path / "run.toml"
+    assert PairFlags(data=("a.jsonl",)).data == (Path("a.jsonl"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ class RLPlan:
         }
         return tomli_w.dumps(table)
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
     def __str__(self) -> str:
@@ -129,7 +130,7 @@ class RLPlan:
         )
 
 
-def read_meshes(path: str | Path) -> dict[str, Mesh]:
+def read_meshes(path: str | os.PathLike[str]) -> dict[str, Mesh]:
     """The meshes of a plan's TOML, by name, for a `Flow`. Collective: every rank of the world calls it.
 
     Raises: PlanError for a file that is no plan; MeshError for a world of other ranks.

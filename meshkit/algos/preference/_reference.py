@@ -33,7 +33,13 @@ EXAMPLE_INDEX, TENSOR, EXAMPLES, DIGEST = "example_index", "log_probs", "example
 
 
 def stored_reference(
-    run: Run, units: Sequence[Unit], path: Path, *, made_of: Mapping[str, str], seq_len: int, rows: int = 8
+    run: Run,
+    units: Sequence[Unit],
+    path: str | os.PathLike[str],
+    *,
+    made_of: Mapping[str, str],
+    seq_len: int,
+    rows: int = 8,
 ) -> list[Unit]:
     """Add to each example the reference model's log-probabilities of its learnt tokens, as "reference_log_probs".
 
@@ -44,6 +50,7 @@ def stored_reference(
     Every rank must call it. Memory: all of them on the host. Wire: `token_values`, and an all-reduce of all of them.
     Raises: DataError, on every rank, for a file that is damaged or was made of something else, naming the difference.
     """
+    path = Path(path)
     made_of = {**made_of, EXAMPLES: units_fingerprint(units)}
     refusal: list[str | None] = [None]
     if run.mesh.rank == 0 and path.exists():
@@ -70,8 +77,9 @@ def stored_reference(
         return _with_values(units, file.get_tensor(TENSOR).double().numpy())
 
 
-def folder_fingerprint(folder: Path) -> str:
+def folder_fingerprint(folder: str | os.PathLike[str]) -> str:
     """A hash of the content of a Hugging Face folder's weights and config; reads all of them."""
+    folder = Path(folder)
     digest = hashlib.blake2b(digest_size=16)
     # Sorted: the order of a folder's files differs between file systems.
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -32,8 +33,9 @@ class Manifest:
     signature: str = ""
 
     @staticmethod
-    def of(folder: Path, version: int, *, shard_bytes: int, secret: str) -> Manifest:
+    def of(folder: str | os.PathLike[str], version: int, *, shard_bytes: int, secret: str) -> Manifest:
         """Reads all files of the folder once."""
+        folder = Path(folder)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
         count = -(-sum(size for _, size in files) // shard_bytes)
@@ -88,37 +90,37 @@ class Manifest:
             if first < last:
                 yield path, first - (end - size), last - first
 
-    def read(self, folder: Path, shard: int) -> bytes:
+    def read(self, folder: str | os.PathLike[str], shard: int) -> bytes:
         parts = []
         for path, offset, size in self.pieces(shard):
-            with (folder / path).open("rb") as stream:
+            with (Path(folder) / path).open("rb") as stream:
                 stream.seek(offset)
                 parts.append(stream.read(size))
         return b"".join(parts)
 
-    def write(self, folder: Path, shard: int, data: bytes) -> None:
+    def write(self, folder: str | os.PathLike[str], shard: int, data: bytes) -> None:
         """Into files that have their sizes already."""
         start = 0
         for path, offset, size in self.pieces(shard):
-            with (folder / path).open("r+b") as stream:
+            with (Path(folder) / path).open("r+b") as stream:
                 stream.seek(offset)
                 stream.write(data[start : start + size])
             start += size
 
-    def make_files(self, folder: Path) -> None:
+    def make_files(self, folder: str | os.PathLike[str]) -> None:
         """Files of the right sizes and no others; what they hold already stays."""
         names = {path for path, _ in self.files}
-        for old in folder.rglob("*"):
+        for old in Path(folder).rglob("*"):
             if old.is_file() and old.relative_to(folder).as_posix() not in names:
                 old.unlink()
         for path, size in self.files:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / path).open("ab") as stream:
+            (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
+            with (Path(folder) / path).open("ab") as stream:
                 stream.truncate(size)
 
-    def fits(self, folder: Path) -> bool:
+    def fits(self, folder: str | os.PathLike[str]) -> bool:
         """Whether all files are there in their sizes; their bytes are not read."""
-        paths = [(folder / path, size) for path, size in self.files]
+        paths = [(Path(folder) / path, size) for path, size in self.files]
         return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
     def holds(self, shard: int, data: bytes) -> bool:

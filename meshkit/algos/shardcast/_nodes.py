@@ -5,6 +5,7 @@ A generator is a relay that serves nobody, or does. There is no common process g
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,12 @@ class Origin:
         self._server = Server(self._store, host, port)
         self.port = self._server.port
 
-    def publish(self, folder: Path, version: int) -> Manifest:
+    def publish(self, folder: str | os.PathLike[str], version: int) -> Manifest:
         """Let others have the folder from now on; it must stay as it is while it is among the last `keep` versions.
 
         Reads it once, for the checksums. Raises: CheckpointError for a version that is not newer than all before.
         """
+        folder = Path(folder)
         if version <= (newest := max(self._store.versions, default=-1)):
             raise CheckpointError(
                 f"publish: version {version} is not newer than {newest}, which receivers have. Count up."
@@ -84,7 +86,7 @@ class Relay:
     def __init__(
         self,
         upstreams: Sequence[str],
-        folder: Path,
+        folder: str | os.PathLike[str],
         *,
         host: str = "",
         port: int | None = None,
@@ -94,6 +96,7 @@ class Relay:
         timeout_s: float = 30.0,
         secret: str = "",
     ) -> None:
+        folder = Path(folder)
         if not upstreams:
             raise CheckpointError(
                 "Relay: no upstreams. Give the address of the origin, or of other relays, or of both."

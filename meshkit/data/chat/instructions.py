@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def instruction_tasks(*, held_out: float = 0.1) -> TaskSplits:
     )
 
 
-def save_chat_tokenizer(records: Iterable[Record], folder: Path, *, vocab_size: int) -> None:
+def save_chat_tokenizer(records: Iterable[Record], folder: str | os.PathLike[str], *, vocab_size: int) -> None:
     """Train a tokenizer on the text of the rows, and write it with `CHATML`, the default template, for `load_chat`."""
+    folder = Path(folder)
     texts = (text for record in records for text in _texts(record))
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, extra_special_tokens=CHATML_TOKENS)
     save_chat_template(chatml(tokenizer).template, folder)

@@ -50,7 +50,7 @@ def standard_library() -> Corpus:
     return Corpus(files=tuple(files), skipped=skipped)
 
 
-def find_corpus(paths: str | Path | Sequence[str | Path], *, field: str = "text") -> Corpus:
+def find_corpus(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, field: str = "text") -> Corpus:
     """The files that `paths` name: files, folders (all they hold below, hidden folders left out) and glob patterns.
 
     A .txt, .md or .py file is one document, a .jsonl line is one, a .parquet row is one. Folders and patterns pass
@@ -58,7 +58,7 @@ def find_corpus(paths: str | Path | Sequence[str | Path], *, field: str = "text"
     Raises: DataError for a path that matches nothing, and for a file of a kind that cannot be read.
     """
     files: dict[Path, tuple[str, Path]] = {}
-    for path in [paths] if isinstance(paths, str | Path) else paths:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         for name, file in _files_at(str(path)):
             # By what the path resolves to: a link, or a folder and a pattern that both hold a file, would train on it
             # twice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +30,18 @@ class Splits:
 
 
 def prepare_tokenizer(
-    corpus: Corpus, folder: Path, *, vocab_size: int, sample_bytes: int = 1 << 26, progress: bool = False
+    corpus: Corpus,
+    folder: str | os.PathLike[str],
+    *,
+    vocab_size: int,
+    sample_bytes: int = 1 << 26,
+    progress: bool = False,
 ) -> Tokenizer:
     """The tokenizer trained on `corpus`, from the cache in `folder` or else trained and put there.
 
     sample_bytes: train on documents spread evenly over the corpus, of about this much text at most.
     """
+    folder = Path(folder)
     where = folder / f"tokenizer-{_key(corpus_fingerprint(corpus), vocab_size, sample_bytes, BOS)}"
     if not (where / "tokenizer.json").exists():
         with _shown(corpus, "sample", progress) as documents:
@@ -46,7 +53,7 @@ def prepare_tokenizer(
 def prepare(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    folder: Path,
+    folder: str | os.PathLike[str],
     *,
     held_out: float = 0.02,
     verify: bool = True,
@@ -62,6 +69,7 @@ def prepare(
     With several ranks, let one of them call this before the others do; the others then find its files.
     Raises: DataError for a bad file, for one that is not what was written, or if one of the two halves would be empty.
     """
+    folder = Path(folder)
     if not 0 < held_out < 1:
         raise DataError(f"held_out={held_out}: not a part of the documents. Give a number between 0 and 1.")
     # The fingerprint says what each id means, which a token file must agree with; how text is cut into ids (merges,

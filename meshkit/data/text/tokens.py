@@ -65,12 +65,13 @@ class Tokens:
         return len(self.offsets) - 1
 
 
-def open_tokens(path: Path, *, tokenizer: Tokenizer | None = None) -> Tokens:
+def open_tokens(path: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None) -> Tokens:
     """Map a token file, checking its header, its size and its offsets, but not yet its ids.
 
     tokenizer: the one that will be used with the file.
     Raises: DataError if the file is missing, of another kind, truncated, empty, or made with another tokenizer.
     """
+    path = Path(path)
     header = _read_header(path)
     dtype, count, documents = DTYPES[header["dtype"]], header["tokens"], header["documents"]
     if count < 1:
@@ -101,12 +102,13 @@ def open_tokens(path: Path, *, tokenizer: Tokenizer | None = None) -> Tokens:
     )
 
 
-def open_npy(path: Path, *, vocab_size: int, eos_id: int) -> Tokens:
+def open_npy(path: str | os.PathLike[str], *, vocab_size: int, eos_id: int) -> Tokens:
     """Map an .npy file of ids, [tokens] of any integer type; a document ends with each `eos_id`.
 
     Reads the whole file once, to find the documents and to check every id.
     Raises: DataError if it is not such a file, holds no tokens, or has an id outside the vocabulary.
     """
+    path = Path(path)
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -203,7 +205,8 @@ class TokenWriter:
     Raises: DataError for an id outside the vocabulary and for a file without tokens.
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, tokenizer: str) -> None:
+        path = Path(path)
         self._path = path
         self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         self._vocab_size = vocab_size

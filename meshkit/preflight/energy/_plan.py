@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -101,8 +102,9 @@ def front(
     return tuple(task.plan(shortest_s + index * gap_s) for index in range(count))
 
 
-def write_csv(plan: EnergyPlan, path: Path) -> None:
+def write_csv(plan: EnergyPlan, path: str | os.PathLike[str]) -> None:
     """The frequency plan, a line for each row: rank and row of the table, what it computes, MHz, and when."""
+    path = Path(path)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["rank", "row", "task", "mhz", "start_s", "end_s"])

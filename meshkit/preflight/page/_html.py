@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from html import escape
@@ -34,7 +35,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 TIMES = "At equal times of forward, input gradient and weight gradient, and messages that take none."
 
 
-def save_html(page: Page, path: str | Path) -> None:
+def save_html(page: Page, path: str | os.PathLike[str]) -> None:
     """One file that loads nothing."""
     Path(path).write_text(html(page), encoding="utf-8")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshkit.errors import MeshkitError
 from meshkit.mesh import MeshSpec
@@ -89,7 +89,7 @@ class Found:
         """The winner's flags of a recipe."""
         return "" if self.best is None else flags_of(self.best)
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """The winner as TOML, for `Strategy.read` and a recipe's --strategy."""
         assert self.best is not None, "nothing fits"
         self.best.write(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -133,11 +134,11 @@ class ParallelFlags(Ranged):
                 )
         return dataclasses.replace(chosen, **choices)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         """Write these flags, resolved, as config.toml into a folder: what --config reads back."""
         # With --strategy its file says the rest, and a flag beside it that says otherwise is refused.
         by_strategy = () if self.strategy is None else STRATEGY_FIELDS.keys() - {"mesh", "microbatches"}
-        write_flags(self, folder, without=by_strategy)
+        write_flags(self, Path(folder), without=by_strategy)
 
     def _of_flags(self) -> Strategy:
         return Strategy(
