@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # each of many processes would compile the tests, with their asserts rewritten, again
 
-.PHONY: install demo test test-deep gate gpu zoo accuracy check docs clean
+.PHONY: install demo test test-deep gate gpu zoo accuracy check docs site clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +55,10 @@ check: install
 # The reference of all names, and what works with what, into build/docs; docs/names.md, which is committed.
 docs: install
 	$(BIN)/python -m tests.docs
+
+# The documentation as a site in build/site, with every public class and its methods; a warning is an error.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
