@@ -147,8 +147,7 @@ def test_without_tyro_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(Path(meshkit_main.__file__)), run_name="__main__")
     assert stop.value.code == (
-        "meshkit needs tyro, which is in the optional extra `recipes`.\n"
-        'Install it with: pip install "meshkit[recipes]"'
+        'meshkit needs tyro, which is in the optional extra `recipes`.\nInstall it with: pip install "meshkit[recipes]"'
     )
 
 
