@@ -48,7 +48,9 @@ class ChunkedScan:
     ) -> None:
         dtype = accumulator_dtype(q.dtype)
         self.tokens, self.heads, self.dtype = q.shape[1], v.shape[2], q.dtype
-        self.chunks = chunks_of(pieces, self.tokens, min(CHUNK, max(after - first for first, after in pieces)), q.device)
+        self.chunks = chunks_of(
+            pieces, self.tokens, min(CHUNK, max(after - first for first, after in pieces)), q.device
+        )
         repeat = self.heads // q.shape[2]
         q_BNHCK, k_BNHCK = (self._chunked(x.to(dtype)).repeat_interleave(repeat, 2) for x in (q, k))
         v_BNHCV = self._chunked(v.to(dtype))
@@ -62,7 +64,9 @@ class ChunkedScan:
         self._pairs = (q_BNHCK @ k_BNHCK.mT) * between
         self._q = q_BNHCK * from_start
         keys = (k_BNHCK * to_end).mT
-        self._reads: Tensor | None = None  # with beta: how much a token's value is changed by the state before the chunk
+        self._reads: Tensor | None = (
+            None  # with beta: how much a token's value is changed by the state before the chunk
+        )
         self._values = v_BNHCV
         self.transition = last_BNH.exp()
         if beta is not None:
@@ -123,7 +127,7 @@ def scanned(
 ) -> Tensor:
     """The output [B, T, H, V] of pieces that are whole documents; differentiable."""
     if not pieces or not v.numel():
-        return torch.zeros_like(v) + 0 * (q.sum() + k.sum() + log_decay.sum())
+        return torch.zeros_like(v) + sum(0 * each.sum() for each in (q, k, v, log_decay, beta) if each is not None)
     scan = ChunkedScan(q, k, v, log_decay, beta, pieces)
     return scan.output(scan.states(scan.zeros())[0])
 
@@ -136,9 +140,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | Non
 
 
 @custom_op("linear_attention", fake=_fake)
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, table: Tensor
-) -> Tensor:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, table: Tensor) -> Tensor:
     """q, k [B, T, G, K], v [B, T, H, V], log_decay and beta [B, T, H] -> [B, T, H, V]; head h reads q, k of h // (H/G).
 
     table: `mask_table` of packed causal documents of T tokens; without bands each row is one. The state is in fp32 (fp64 for

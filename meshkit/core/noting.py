@@ -42,9 +42,7 @@ class AnyMask:
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
         """`meshkit.core.linear_attention` of rows of one document."""
         out: Tensor = linear_attention(q, k, v, log_decay, beta, one_document())
         return out

@@ -1,4 +1,4 @@
-"""Recurrent mixers over the ranks of cp as custom operators: linear attention with passed states, short convolution with halo.
+"""Recurrent mixers over cp as custom operators: linear attention with passed states, short convolution with a halo.
 
 See [Note: why operators]. Dims as in `meshkit.core.linear_attention` and `meshkit.core.short_convolution`; T are this rank's
 tokens, padding included, whose results are zero.
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from meshkit.core import _torch
 from meshkit.core.custom_op import custom_op
 from meshkit.core.double_backward import once_differentiable
-from meshkit.core.linear_attention import ChunkedScan, contiguous, leaves, of_leaves
+from meshkit.core.linear_attention import ChunkedScan, contiguous, leaves, of_leaves, scan_flops
 from meshkit.core.short_convolution import convolved
 from meshkit.core.to_device import tensor_on
 from meshkit.parallel.context._carry import needs_products, pass_states, ranks_of
@@ -114,6 +115,19 @@ def _scan_gradient(ctx: Any, dout: Tensor, dstarts: Tensor) -> tuple[Tensor | No
 
 context_linear_attention.register_autograd(_scan_gradient, setup_context=_save_scan)
 
+
+@register_flop_formula(torch.ops.meshkit.context_linear_attention)  # type: ignore[untyped-decorator, unused-ignore]  # torch's
+def _flops(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(v[0] * v[1] * scan_flops(v[2], q[3], v[3], delta=beta is not None))
+
+
+@register_flop_formula(torch.ops.meshkit.context_linear_attention_backward)  # type: ignore[untyped-decorator, unused-ignore]
+def _flops_of_backward(
+    dout: Any, q: Any, k: Any, v: Any, log_decay: Any, beta: Any, *rest: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return int(3 * v[0] * v[1] * scan_flops(v[2], q[3], v[3], delta=beta is not None))
+
+
 # --------------------------------------------------------------------------------------------- short convolution
 
 
@@ -166,10 +180,10 @@ def _returned(djoined: Tensor, tokens: int, halo: Halo, ring: RingGroup) -> Tens
     sends = [(part.contiguous(), sender) for part, (sender, _) in zip(parts, halo.receives, strict=True)]
     receives = [(block, to) for block, (to, _) in zip(blocks, halo.sends, strict=True)]
     ring.exchange(sends, receives).wait("gradients of tokens that another cp rank read")
-    dx = dx.clone(memory_format=torch.contiguous_format)
+    dx_BTC: Tensor = dx.clone(memory_format=torch.contiguous_format)
     for block, (_, own) in zip(blocks, halo.sends, strict=True):
-        dx.index_add_(1, tensor_on(own, dx.device), block)
-    return dx
+        dx_BTC.index_add_(1, tensor_on(own, dx.device), block)
+    return dx_BTC
 
 
 def _save_convolution(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

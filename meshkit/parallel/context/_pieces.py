@@ -95,10 +95,23 @@ def hops_of(layout: Layout, rank: int, *, backward: bool = False) -> tuple[Hop, 
         return None if at is None else pieces[at].rank
 
     return tuple(
-        Hop(numbers[at], rank_of(sources.get(at)), rank_of(targets.get(at)), depth[at], depth.get(targets.get(at, -1), 0))
+        Hop(
+            numbers[at],
+            rank_of(sources.get(at)),
+            rank_of(targets.get(at)),
+            depth[at],
+            depth.get(targets.get(at, -1), 0),
+        )
         for at in order
         if at in numbers
     )
+
+
+def chain_of(layout: Layout) -> tuple[int, int]:
+    """(states that all ranks send for one scan, messages one after another)."""
+    hops = [hop for rank in range(layout.ranks) for hop in hops_of(layout, rank)]
+    sent = sum(hop.target is not None and hop.depth != hop.target_depth for hop in hops)
+    return sent, max((hop.depth for hop in hops), default=0)
 
 
 @dataclass(frozen=True)

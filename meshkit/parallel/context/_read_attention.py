@@ -61,10 +61,7 @@ class ReadMask:
         noted: Tensor = note(ATTEND, _like_attention, (q, k, v, sinks), choices)
         return noted
 
-
-    def linear_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
         return _noted(SCAN, _like_scan, q, k, v, log_decay, beta)
 
     def short_convolution(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Point-to-point messages between groups of cp ranks that hold the same heads, and of single ranks: ring attention, states."""
+"""Point-to-point messages between groups of cp ranks that hold the same heads, and of ranks: ring attention, states."""
 
 from __future__ import annotations
 

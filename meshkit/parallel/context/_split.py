@@ -46,6 +46,7 @@ class Context:
     shape: Shape
     window: int | None = None
     multiple: int = 1
+    attends: bool = True  # some layer has attention
     documents: bool = True  # a position that restarts begins a document
     own_masks: bool = False  # the model's own code masks its scores
     choice: Choice | None = None  # of the last batch
@@ -78,6 +79,7 @@ class Context:
             self.shape,
             multiple=self.multiple,
             window=self.window,
+            attends=self.attends,
         )
         stream = alike == 1
         layout = self.choice.layout
@@ -340,8 +342,8 @@ class SplitMask:
     def _refuse_other_tokens(self, x: Tensor) -> None:
         if x.shape[1] != self.tokens:
             raise PlanError(
-                f"context parallelism: this rank holds {self.tokens} tokens, but a mixer got {x.shape[1]}. Give the model the "
-                "batch of split_batch whole."
+                f"context parallelism: this rank holds {self.tokens} tokens, but a mixer got {x.shape[1]}. Give the model "
+                "the batch of split_batch whole."
             )
 
     def join(self, values: Tensor) -> Tensor:
@@ -431,7 +433,6 @@ class AllTokens:
         q, k, v = (self._stream(each) for each in (q, k, v))
         out: Tensor = context_attention(q, k, v, split.table_of_all, split.group, scale, softcap or 0.0, sinks)[0]
         return self._rows(out)[..., :narrow]
-
 
     def linear_attention(
         self, q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor | None
