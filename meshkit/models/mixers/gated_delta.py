@@ -60,6 +60,8 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(config.value_heads))
         self.norm = nn.RMSNorm(config.value_size, eps=eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        # Rates between 0.14 and 7.4, for `init_weights`.
+        self.first_value = {"A_log": Init("uniform", 2.0), "dt_bias": Init("constant", 1.0)}
         self.scan_flops = scan_flops(config.value_heads, config.key_size, config.value_size, delta=True)
 
     def forward(self, x_BTC: Tensor, mask: KernelMask) -> Tensor:
@@ -95,8 +97,3 @@ def gated_delta_styles(name: str, config: GatedDeltaConfig) -> dict[str, Style]:
         f"{name}.norm": per_head(),
         f"{name}.o_proj": row(group=config.value_size),
     }
-
-
-def gated_delta_init(name: str) -> dict[str, Init]:
-    """First values that are no zeros, ones or small numbers: rates between 0.1 and 7.4."""
-    return {f"{name}.A_log": Init("uniform", 2.0), f"{name}.dt_bias": Init("constant", 1.0)}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.models.layers import GatedMLP, KernelMask
 from meshkit.models.llama import LLAMA_PLAN, Decoder, LlamaConfig, dense_layer
-from meshkit.models.mixers.gated_delta import GatedDeltaConfig, GatedDeltaNet, gated_delta_init, gated_delta_styles
-from meshkit.models.mixers.mamba2 import Mamba2, Mamba2Config, mamba2_init, mamba2_styles
+from meshkit.models.mixers.gated_delta import GatedDeltaConfig, GatedDeltaNet, gated_delta_styles
+from meshkit.models.mixers.mamba2 import Mamba2, Mamba2Config, mamba2_styles
 from meshkit.plan import Plan
 
 _MIXERS = "layers.*.mixer"
@@ -83,12 +83,10 @@ def hybrid_plan(config: HybridConfig) -> Plan:
     tensor = {
         name: style for name, style in LLAMA_PLAN.tensor.items() if True in kinds or "layers.*.self_attn" not in name
     }
-    init = {}
     if False in kinds:
-        if isinstance(config.mixer, GatedDeltaConfig):
-            tensor |= gated_delta_styles(_MIXERS, config.mixer)
-            init = gated_delta_init(_MIXERS)
-        else:
-            tensor |= mamba2_styles(_MIXERS, config.mixer)
-            init = mamba2_init(_MIXERS)
-    return Plan(tensor=tensor, init=init, blocks=LLAMA_PLAN.blocks, units=LLAMA_PLAN.units, mlps=LLAMA_PLAN.mlps)
+        tensor |= (
+            gated_delta_styles(_MIXERS, config.mixer)
+            if isinstance(config.mixer, GatedDeltaConfig)
+            else mamba2_styles(_MIXERS, config.mixer)
+        )
+    return Plan(tensor=tensor, blocks=LLAMA_PLAN.blocks, units=LLAMA_PLAN.units, mlps=LLAMA_PLAN.mlps)

@@ -63,6 +63,9 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(torch.full((config.heads,), FIRST_DT_BIAS))
         self.norm_weight = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        # Rates between 0.14 and 7.4 and steps of 0.01, for `init_weights`.
+        zeros = {f"{each}_conv_bias": Init("constant", 0.0) for each in "xBC"}
+        self.first_value = {**zeros, "A_log": Init("uniform", 2.0), "dt_bias": Init("constant", FIRST_DT_BIAS)}
         self.scan_flops = scan_flops(config.heads, config.state_size, config.head_size, delta=False)
 
     def forward(self, u_BTC: Tensor, mask: KernelMask) -> Tensor:
@@ -100,9 +103,3 @@ def mamba2_styles(name: str, config: Mamba2Config) -> dict[str, Style]:
         f"{name}.dt_proj": column(group=config.heads // config.groups),
         f"{name}.out_proj": row(group=config.heads // config.groups * config.head_size),
     }
-
-
-def mamba2_init(name: str) -> dict[str, Init]:
-    """First values that are no zeros, ones or small numbers: rates between 0.1 and 7.4, steps of 0.01."""
-    zeros = {f"{name}.{each}_conv_bias": Init("constant", 0.0) for each in "xBC"}
-    return {**zeros, f"{name}.A_log": Init("uniform", 2.0), f"{name}.dt_bias": Init("constant", FIRST_DT_BIAS)}

@@ -95,7 +95,10 @@ def mamba(groups: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
         theirs,
         ours,
         {
-            **{f"{name}_proj.weight": weight for name, weight in zip(("z", "x", "B", "C", "dt"), (z, x, b, c, dt), strict=True)},
+            **{
+                f"{name}_proj.weight": weight
+                for name, weight in zip(("z", "x", "B", "C", "dt"), (z, x, b, c, dt), strict=True)
+            },
             **{f"{name}_conv": weight for name, weight in zip("xBC", convolutions, strict=True)},
             **{f"{name}_conv_bias": bias for name, bias in zip("xBC", biases, strict=True)},
             **{name: getattr(theirs, name) for name in ("A_log", "D", "dt_bias")},
@@ -114,7 +117,9 @@ def test_outputs_and_gradients_are_those_of_transformers(model: str) -> None:
     expected, found = theirs(x), torch.func.functional_call(ours, weights, (x, None))
     assert float((expected - found).detach().abs().max()) < TOL_FP32 * float(expected.detach().abs().max())
     # Of their parameters, which ours are parts of.
-    wanted, grads = (torch.autograd.grad(out, list(theirs.parameters()), dout, retain_graph=True) for out in (expected, found))
+    wanted, grads = (
+        torch.autograd.grad(out, list(theirs.parameters()), dout, retain_graph=True) for out in (expected, found)
+    )
     for a, b in zip(wanted, grads, strict=True):
         assert float((a - b).abs().max()) < TOL_FP32 * max(1.0, float(a.abs().max()))
 

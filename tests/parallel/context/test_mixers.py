@@ -1,4 +1,4 @@
-"""Recurrent mixers over tokens on several ranks equal their recurrence, with every gradient; passed states are as explained."""
+"""Recurrent mixers over tokens on several ranks equal their recurrence, with every gradient; what they send is explained."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_sent_states_and_tokens_are_the_explained_ones(policy: str, documents: s
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_document_of_contiguous_tokens_passes_one_state_less_than_it_has_ranks(ranks: int) -> None:
     for balance, sent, rounds in (("contiguous", ranks - 1, ranks - 1), ("zigzag", 2 * ranks - 2, 2 * ranks - 2)):
-        layout = layout_of_ranks(Case(ranks=ranks, mask=Mask.causal(64), policy=ContextPolicy(scheme="ring", balance=balance)))  # type: ignore[arg-type]
+        layout = layout_of_ranks(
+            Case(ranks=ranks, mask=Mask.causal(64), policy=ContextPolicy(scheme="ring", balance=balance))
+        )  # type: ignore[arg-type]
         assert chain_of(layout) == (sent, rounds)
         assert sum(sum(state_traffic(layout, rank, state_bytes=1)[0].values()) for rank in range(ranks)) == sent
 
