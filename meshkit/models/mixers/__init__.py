@@ -7,3 +7,5 @@ from .hybrid import HybridConfig as HybridConfig
 from .hybrid import hybrid_plan as hybrid_plan
 from .mamba2 import Mamba2 as Mamba2
 from .mamba2 import Mamba2Config as Mamba2Config
+from .over_tokens import linear_attention as linear_attention
+from .over_tokens import short_convolution as short_convolution
