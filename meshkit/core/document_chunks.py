@@ -12,14 +12,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meshkit.core import _torch
 from meshkit.core.masked_attention import packed_documents
-from meshkit.core.to_device import tensor_on
+from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.mask import Band, Interval, Mask
+
+
+class Places:
+    """Numbers that index a dim, kept between layers. Not as a tensor: one that was made without values would stay one."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = np.array(numbers, dtype=np.int64)
+
+    def on(self, device: torch.device) -> Tensor:
+        return to_device(torch.tensor(self._numbers), device)
 
 
 @dataclass(frozen=True)
@@ -29,14 +40,14 @@ class Chunks:
     """
 
     size: int
-    index: Tensor
-    places: Tensor
+    index: Places
+    places: Places
     steps: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
 
 
 @lru_cache(maxsize=32)
-def chunks_of(pieces: tuple[Interval, ...], tokens: int, size: int, device: torch.device) -> Chunks:
+def chunks_of(pieces: tuple[Interval, ...], tokens: int, size: int) -> Chunks:
     """The chunks of pieces, each of at least one token, of a tensor of `tokens` tokens."""
     order = sorted(range(len(pieces)), key=lambda number: pieces[number][0] - pieces[number][1])
     index, places = list[int](), [0] * tokens
@@ -51,7 +62,7 @@ def chunks_of(pieces: tuple[Interval, ...], tokens: int, size: int, device: torc
         first, step = first + len(going), step + 1
     # Of a token of no piece: the row of zeros after all places.
     places = [place - 1 if place else len(index) for place in places]
-    return Chunks(size, tensor_on(index, device), tensor_on(places, device), tuple(steps), tuple(order))
+    return Chunks(size, Places(index), Places(places), tuple(steps), tuple(order))
 
 
 def documents_of(mask: Mask) -> tuple[Interval, ...]:

@@ -48,9 +48,8 @@ class ChunkedScan:
     ) -> None:
         dtype = accumulator_dtype(q.dtype)
         self.tokens, self.heads, self.dtype = q.shape[1], v.shape[2], q.dtype
-        self.chunks = chunks_of(
-            pieces, self.tokens, min(CHUNK, max(after - first for first, after in pieces)), q.device
-        )
+        self.chunks = chunks_of(pieces, self.tokens, min(CHUNK, max(after - first for first, after in pieces)))
+        self._index, self._places = self.chunks.index.on(q.device), self.chunks.places.on(q.device)
         repeat = self.heads // q.shape[2]
         q_BNHCK, k_BNHCK = (self._chunked(x.to(dtype)).repeat_interleave(repeat, 2) for x in (q, k))
         v_BNHCV = self._chunked(v.to(dtype))
@@ -99,10 +98,10 @@ class ChunkedScan:
         """[B, T, H, V]; of a token of no piece zeros."""
         values = self._values if self._reads is None else self._values - self._reads @ states_BNHKV
         out = rearrange(self._q @ states_BNHKV + self._pairs @ values, "b n h c v -> b (n c) h v")
-        return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(1, self.chunks.places).to(self.dtype)
+        return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(1, self._places).to(self.dtype)
 
     def _chunked(self, x_BTHD: Tensor) -> Tensor:
-        padded = F.pad(x_BTHD, (0, 0, 0, 0, 0, 1)).index_select(1, self.chunks.index)
+        padded = F.pad(x_BTHD, (0, 0, 0, 0, 0, 1)).index_select(1, self._index)
         return rearrange(padded, "b (n c) h d -> b n h c d", c=self.chunks.size)
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from meshkit.core import _torch
 from meshkit.core.custom_op import custom_op
-from meshkit.core.document_chunks import documents_in
+from meshkit.core.document_chunks import Places, documents_in
 from meshkit.core.double_backward import once_differentiable
 from meshkit.core.linear_attention import contiguous
-from meshkit.core.to_device import tensor_on
 from meshkit.mask import Interval
 
 
@@ -34,14 +33,14 @@ def convolved(x_BSC: Tensor, weight_CW: Tensor, index: Tensor, places: Tensor) -
 
 
 @lru_cache(maxsize=32)
-def _whole(documents: tuple[Interval, ...], tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _whole(documents: tuple[Interval, ...], tokens: int, width: int) -> tuple[Places, Places]:
     """The stream of whole documents: zeros before each."""
     index, places = list[int](), list[int]()
     for first, after in documents:
         index += [tokens] * (width - 1)
         places += range(len(index), len(index) + after - first)
         index += range(first, after)
-    return tensor_on(index, device), tensor_on(places, device)
+    return Places(index), Places(places)
 
 
 def _fake(x: Tensor, weight: Tensor, table: Tensor) -> Tensor:
@@ -61,7 +60,8 @@ def _on_one_device(x: Tensor, weight: Tensor, table: Tensor) -> Tensor:
     documents = documents_in(table, x.shape[1])
     if not documents or not x.numel():
         return 0 * x + 0 * weight.sum()
-    return convolved(x, weight, *_whole(documents, x.shape[1], weight.shape[1], x.device))
+    index, places = _whole(documents, x.shape[1], weight.shape[1])
+    return convolved(x, weight, index.on(x.device), places.on(x.device))
 
 
 def _fake_backward(dout: Tensor, x: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

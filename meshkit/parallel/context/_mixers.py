@@ -150,7 +150,7 @@ def context_short_convolution(
     receives = [(block, sender) for block, (sender, _) in zip(blocks, halo.receives, strict=True)]
     ring.exchange(sends, receives).wait("tokens of another cp rank")
     joined = torch.cat((x, *blocks), 1)
-    out = convolved(joined, weight, *halo.on(x.device))
+    out = convolved(joined, weight, halo.index.on(x.device), halo.places.on(x.device))
     return out.contiguous(), joined[:, x.shape[1] :].clone(memory_format=torch.contiguous_format)
 
 
@@ -169,7 +169,7 @@ def context_short_convolution_backward(
     halo = halo_of(layout_of(table), ring.rank, weight.shape[1])
     with _torch.graph_inside():
         joined, kernel = torch.cat((x, received), 1).detach().requires_grad_(), weight.detach().requires_grad_()
-        out = convolved(joined, kernel, *halo.on(x.device))
+        out = convolved(joined, kernel, halo.index.on(x.device), halo.places.on(x.device))
     djoined, dweight = torch.autograd.grad(out, (joined, kernel), dout)
     return _returned(djoined, x.shape[1], halo, ring), dweight.clone(memory_format=torch.contiguous_format)
 

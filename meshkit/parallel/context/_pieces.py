@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
-from meshkit.core.document_chunks import cut_documents, documents_of
-from meshkit.core.to_device import tensor_on
+from meshkit.core.document_chunks import Places, cut_documents, documents_of
 from meshkit.mask import Interval
 from meshkit.parallel.context._layout import Layout
 
@@ -124,15 +120,12 @@ class Halo:
 
     sends: tuple[tuple[int, tuple[int, ...]], ...]
     receives: tuple[tuple[int, int], ...]
-    index: tuple[int, ...]
-    places: tuple[int, ...]
+    index: Places
+    places: Places
 
     @property
     def received(self) -> int:
         return sum(count for _, count in self.receives)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return tensor_on(self.index, device), tensor_on(self.places, device)
 
 
 @lru_cache(maxsize=256)
@@ -165,8 +158,8 @@ def halo_of(layout: Layout, rank: int, width: int) -> Halo:
     return Halo(
         tuple((to, tuple(sends[to])) for to in sorted(sends)),
         tuple((sender, len(received[sender])) for sender in senders),
-        tuple(index),
-        tuple(places_of.get(token, len(index)) for token in range(tokens)),
+        Places(index),
+        Places([places_of.get(token, len(index)) for token in range(tokens)]),
     )
 
 
