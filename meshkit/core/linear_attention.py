@@ -107,7 +107,6 @@ class ChunkedScan:
 
 def _scan(chunks: Chunks, transition: Tensor, added: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor]:
     before, ends = [], []
-    order = torch.tensor(chunks.order)
     state = torch.stack([start[:, number] for number in chunks.order], 1)
     for (first, count), following in zip(chunks.steps, (*chunks.steps[1:], (0, 0)), strict=True):
         before.append(state)
@@ -118,7 +117,8 @@ def _scan(chunks: Chunks, transition: Tensor, added: Tensor | None, start: Tenso
         ends.append(state[:, following[1] :])
         state = state[:, : following[1]]
     end = torch.cat(ends[::-1], 1)
-    return torch.cat(before, 1), torch.stack([end[:, place] for place in order.argsort().tolist()], 1)
+    places = sorted(range(len(chunks.order)), key=chunks.order.__getitem__)
+    return torch.cat(before, 1), torch.stack([end[:, place] for place in places], 1)
 
 
 def scanned(

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshkit.core._torch import FakeTensorMode
+from meshkit.core.custom_op import body_of
 from meshkit.core.document_chunks import one_document
 from meshkit.core.linear_attention import linear_attention, scan_flops
 from meshkit.core.masked_attention import mask_table
@@ -96,3 +98,18 @@ def test_the_counter_of_torch_knows_the_scan() -> None:
         out.backward(dout)
     said = 2 * 128 * scan_flops(4, 5, 3, delta=True)
     assert (forward.get_total_flops(), backward.get_total_flops()) == (said, 3 * said)
+
+
+def test_what_ran_without_values_leaves_nothing_to_a_run_with_values() -> None:
+    """Observers look into operators of tensors without values, and indices of documents are kept between calls."""
+    lengths = [3, 77, 11]  # of no other test
+    inputs, _ = recurrence.scan_inputs(1, sum(lengths), delta=True)
+    x, weight, table = inputs[2].flatten(2), torch.ones(12, 4, dtype=torch.float64), table_of(lengths)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(each) for each in (*inputs, x, weight)]
+        body_of("meshkit::linear_attention")(*given[:5], table)
+        body_of("meshkit::short_convolution")(*given[5:], table)
+    expected = recurrence.scan(*inputs, lengths), recurrence.convolution(x, weight, lengths)
+    found = linear_attention(*inputs, table), short_convolution(x, weight, table)
+    for a, b in zip(expected, found, strict=True):
+        assert float((a - b).abs().max()) < TOL_FP64_SUM
