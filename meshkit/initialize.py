@@ -7,6 +7,7 @@ same model, each rank draws only its shard, and no seed checkpoint is needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -36,10 +37,12 @@ def constant(value: float) -> Init:
 def default_init(module: nn.Module, key: str, param: Tensor) -> Init:
     """The first value of a parameter that the plan does not name.
 
-    It is the module's attribute `first_value`, if it has one; else biases are 0, weights of one dim (norms) are 1, and
-    matrices are normal with std 0.02.
+    It is the module's attribute `first_value`, if it has one, of all its own parameters or some by their names; else biases
+    are 0, weights of one dim (norms) are 1, and matrices are normal with std 0.02.
     """
     first_value = getattr(module, "first_value", None)
+    if isinstance(first_value, Mapping):
+        first_value = first_value.get(key)
     if isinstance(first_value, Init):
         return first_value
     if key.endswith("bias"):

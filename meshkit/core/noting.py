@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshkit.core.document_chunks import one_document
+from meshkit.core.linear_attention import linear_attention
+from meshkit.core.short_convolution import short_convolution
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Note = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -37,6 +41,16 @@ class AnyMask:
         grouped = query.shape[2] != key.shape[2]
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+        """`meshkit.core.linear_attention` of rows of one document."""
+        out: Tensor = linear_attention(q, k, v, log_decay, beta, one_document())
+        return out
+
+    def short_convolution(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`meshkit.core.short_convolution` of rows of one document."""
+        out: Tensor = short_convolution(x, weight, one_document())
+        return out
 
 
 def noted(*, reading: Callable[..., Any] | None = None) -> Callable[[Function], Function]:

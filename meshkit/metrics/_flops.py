@@ -94,7 +94,8 @@ def document_lengths(position_ids: Tensor) -> list[int]:
 class ModelFlops:
     """What a model multiplies: enough to price a token at any sequence length.
 
-    sliding_layers of the layers attend within sliding_window, the others to the whole document.
+    sliding_layers of the layers attend within sliding_window, the others to the whole document. scans: FLOPs of a token in
+    the forward of recurrent mixers besides their matrices, alike for every length of a document.
     note: what was left out of the count, empty if nothing was.
     """
 
@@ -104,6 +105,7 @@ class ModelFlops:
     head_dim: int = 0
     sliding_window: int | None = None
     sliding_layers: int = 0
+    scans: int = 0
     note: str = ""
 
     @staticmethod
@@ -152,6 +154,7 @@ class ModelFlops:
     ) -> ModelFlops:
         """Count the `nn.Linear` weights of any module, also on meta or as DTensors; attention follows from the arguments.
 
+        layers: those with attention. Recurrent mixers say themselves what their scan costs (`scan_flops`).
         A weight that two Linears share counts twice, for it is multiplied twice. `note` names what is not counted.
         """
         linears = [submodule for submodule in module.modules() if isinstance(submodule, nn.Linear)]
@@ -174,6 +177,7 @@ class ModelFlops:
             head_dim=head_dim,
             sliding_window=sliding_window,
             sliding_layers=0 if sliding_window is None else layers,
+            scans=sum(_scan_flops_of(submodule) for submodule in module.modules()),
             note="; ".join(notes),
         )
 
@@ -194,7 +198,15 @@ class ModelFlops:
                 (0, self.sliding_layers, self.sliding_window),
             )
         ]
-        return FlopsPerToken(full=sum(share.full for share in shares), causal=sum(share.causal for share in shares))
+        scans = 3 * self.scans  # backward is twice the forward
+        full, causal = (sum(each) for each in zip(*((share.full, share.causal) for share in shares), strict=True))
+        return FlopsPerToken(full=full + scans, causal=causal + scans)
+
+
+def _scan_flops_of(module: nn.Module) -> int:
+    """FLOPs of a token in the forward of a recurrent mixer's scan, which the module says; 0 of any other module."""
+    told = getattr(module, "scan_flops", 0)
+    return told if isinstance(told, int) else 0
 
 
 def _feed_forward_params(config: DecoderConfig) -> int:

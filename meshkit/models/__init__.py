@@ -24,6 +24,13 @@ from meshkit.models.llama import Llama as Llama
 from meshkit.models.llama import LlamaConfig as LlamaConfig
 from meshkit.models.llama import LLAMA_PLAN as LLAMA_PLAN
 from meshkit.models.meta import meta_parameters as meta_parameters
+from meshkit.models.mixers import GatedDeltaConfig as GatedDeltaConfig
+from meshkit.models.mixers import GatedDeltaNet as GatedDeltaNet
+from meshkit.models.mixers import Hybrid as Hybrid
+from meshkit.models.mixers import HybridConfig as HybridConfig
+from meshkit.models.mixers import hybrid_plan as hybrid_plan
+from meshkit.models.mixers import Mamba2 as Mamba2
+from meshkit.models.mixers import Mamba2Config as Mamba2Config
 from meshkit.models.moe import Mixtral as Mixtral
 from meshkit.models.moe import MixtralConfig as MixtralConfig
 from meshkit.models.moe import Qwen3Moe as Qwen3Moe

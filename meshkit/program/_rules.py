@@ -179,6 +179,26 @@ def _convolution(operation: Operation) -> Dims:
     return Dims((("n", channels, *space), kernel, *bias), (("n", "o", *space),), mixed=frozenset(map(str, mixed)))
 
 
+def _linear_attention(operation: Operation) -> Dims:
+    """q, k [b t g k], v [b t h v], log_decay and beta [b t h], and a table of documents."""
+    inputs, _ = _shapes(operation)
+    q, v, *rest = inputs[0], inputs[2], *inputs[3:-1]
+    # A rank that has whole groups of heads has the heads of q and k that they read.
+    groups = "h" if q.shape[2] == v.shape[2] else "g"
+    read: Names = ("b", "t", groups, "k")
+    return Dims(
+        (read, read, ("b", "t", "h", "v"), *(("b", "t", "h") for _ in rest), ("document", "edge")),
+        (("b", "t", "h", "v"),),
+        mixed=frozenset(("t", "g", "k", "document", "edge")),
+    )
+
+
+def _short_convolution(operation: Operation) -> Dims:
+    """x [b t c], weight [c w], and a table of documents."""
+    names: tuple[Names, ...] = (("b", "t", "c"), ("c", "w"), ("document", "edge"))
+    return Dims(names, (("b", "t", "c"),), mixed=frozenset(("t", "w", "document", "edge")))
+
+
 def _gather(operation: Operation) -> Dims:
     """gather: (tensor, dim, index). Along dim every output reads the tensor where its own index says."""
     (tensor, index, *_), _ = _shapes(operation)
@@ -297,6 +317,8 @@ _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     ),
     "embedding": _embedding,
     "convolution": _convolution,
+    "linear_attention": _linear_attention,
+    "short_convolution": _short_convolution,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add"), _along),
     "index": _index,

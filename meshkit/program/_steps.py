@@ -87,39 +87,44 @@ def _logits(proof: Walk, operations: Sequence[Operation]) -> None:
         rank.define(out, joined, "distributed")
 
 
-def _attend(proof: Walk, operations: Sequence[Operation]) -> None:
-    """Attention over all ranks: of this rank's queries, keys and values [B, T, H, D], and what all ranks have."""
-    full = proof.next(operations[0])
-    if full.name != operations[0].name:
-        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
-    if proof.tokens is None:
-        raise Unproved(f"{full}: this axis does not split tokens.")
-    inputs, (result,) = tensors((full.args, full.kwargs)), tensors(full.outputs)
-    proof.full.define(result)
-    everything = proof.full.elements(result)
-    for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
-        where = rank.where(operation)
-        theirs, mine = {**full.kwargs}, {**operation.kwargs}
-        for name in theirs.keys() | mine.keys():
-            a, b = theirs.get(name), mine.get(name)
-            if not isinstance(a, TensorRef) and a != b:
-                raise Unproved(f"{where}: it attends with {name}={b}, and the single-device model with {a}.")
-        refs = tensors((operation.args, operation.kwargs))
-        if len(refs) != len(inputs):
-            raise Unproved(f"{where}: the single-device model attends with other tensors.")
-        parts = [proof.slice(rank, a, b, where) for a, b in zip(inputs, refs, strict=True)]
-        if all(part.indices is None for part in parts):  # inside of what runs on all tokens
-            for ref in refs:
-                if rank.needs_gradient(ref):
-                    proof.require(rank, operation, ref, "replicated")
-            rank.define(tensors(operation.outputs)[0], everything, "replicated")
-            continue
-        for index, (part, b) in enumerate(zip(parts, refs, strict=True)):
-            if rank.kind(b) == "partial":
-                raise Unproved(f"{where}: it reads {b}, summands that were not summed over the ranks yet.")
-            if part.indices is not None if index > 2 else not proof.is_tokens(rank, part):
-                raise Unproved(f"{where}: it attends with {b}, which is not of this rank's tokens.")
-        rank.define(tensors(operation.outputs)[0], everything.index_select(1, own), "varying")
+def _over_tokens(inputs_of_tokens: int, does: str) -> Step:
+    """Attention, or a mixer, over all ranks: its first inputs are of this rank's tokens, [B, T, ...], others what all ranks
+    have."""
+
+    def step(proof: Walk, operations: Sequence[Operation]) -> None:
+        full = proof.next(operations[0])
+        if full.name != operations[0].name:
+            raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+        if proof.tokens is None:
+            raise Unproved(f"{full}: this axis does not split tokens.")
+        inputs, (result,) = tensors((full.args, full.kwargs)), tensors(full.outputs)
+        proof.full.define(result)
+        everything = proof.full.elements(result)
+        for rank, operation, own in zip(proof.ranks, operations, proof.tokens, strict=True):
+            where = rank.where(operation)
+            theirs, mine = {**full.kwargs}, {**operation.kwargs}
+            for name in theirs.keys() | mine.keys():
+                a, b = theirs.get(name), mine.get(name)
+                if not isinstance(a, TensorRef) and a != b:
+                    raise Unproved(f"{where}: it {does} with {name}={b}, and the single-device model with {a}.")
+            refs = tensors((operation.args, operation.kwargs))
+            if len(refs) != len(inputs):
+                raise Unproved(f"{where}: the single-device model {does} with other tensors.")
+            parts = [proof.slice(rank, a, b, where) for a, b in zip(inputs, refs, strict=True)]
+            if all(part.indices is None for part in parts):  # inside of what runs on all tokens
+                for ref in refs:
+                    if rank.needs_gradient(ref):
+                        proof.require(rank, operation, ref, "replicated")
+                rank.define(tensors(operation.outputs)[0], everything, "replicated")
+                continue
+            for index, (part, b) in enumerate(zip(parts, refs, strict=True)):
+                if rank.kind(b) == "partial":
+                    raise Unproved(f"{where}: it reads {b}, summands that were not summed over the ranks yet.")
+                if part.indices is not None if index >= inputs_of_tokens else not proof.is_tokens(rank, part):
+                    raise Unproved(f"{where}: it {does} with {b}, which is not of this rank's tokens.")
+            rank.define(tensors(operation.outputs)[0], everything.index_select(1, own), "varying")
+
+    return step
 
 
 def _all_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
@@ -227,7 +232,9 @@ STEPS: dict[str, Step] = {
     "join_dim": _join("invariant"),
     "vocab_lookup": _lookup,
     "sharded_logits": _logits,
-    "context_attend": _attend,
+    "context_attend": _over_tokens(3, "attends"),
+    "context_scan": _over_tokens(5, "scans"),
+    "context_convolve": _over_tokens(1, "convolves"),
     "gather_tokens": _all_tokens,
     "own_tokens": _own_tokens,
     "own_positions": _own_positions,

@@ -5,6 +5,7 @@ and what replaces it once the older one is dropped: "nothing yet" means that tor
 """
 
 from .autograd import before_backwards as before_backwards
+from .autograd import graph_inside as graph_inside
 from .autograd import leaves_of as leaves_of
 from .autograd import nodes_run as nodes_run
 from .autograd import reduction_of as reduction_of

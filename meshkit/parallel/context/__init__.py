@@ -13,10 +13,14 @@ from ._scheme import choose_for_rows as choose_for_rows
 from ._cache import notes_of_cache as notes_of_cache
 from ._counted import notes_of_counted as notes_of_counted
 from ._layout import Layout as Layout
+from ._pieces import chain_of as chain_of
 from ._doors import Doors as Doors
+from ._doors import Mixer as Mixer
 from ._reading import Reader as Reader
 from ._split import Context as Context
 from ._split import SplitMask as SplitMask
+from ._traffic import halo_traffic as halo_traffic
 from ._traffic import Shape as Shape
+from ._traffic import state_traffic as state_traffic
 from ._traffic import traffic as traffic
 from ._whole import notes_of as notes_of

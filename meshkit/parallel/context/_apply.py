@@ -88,7 +88,14 @@ def context_parallel(
     # the whole row. Nor can they where the model masks its scores itself.
     documents = not doors.intercepted and not doors.by_hand
     module.__dict__["_context"] = Context(
-        mesh, policy, shape, doors.window, multiple, documents=documents, own_masks=doors.by_hand
+        mesh,
+        policy,
+        shape,
+        doors.window,
+        multiple,
+        attends=doors.attends,
+        documents=documents,
+        own_masks=doors.by_hand,
     )
     if mesh.size() == 1:
         return module

@@ -37,6 +37,18 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Mixer:
+    """A call of a recurrent mixer, of all heads: a scan with states [heads, key_size, value_size], or a short convolution of
+    `channels` over `width` tokens, whichever is not 0. trains: whether a gradient goes through it."""
+
+    module: str
+    trains: bool
+    state: tuple[int, int, int] = (0, 0, 0)
+    channels: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True)
 class Sent:
     """A message of a line. gather: every rank gathers the tokens of a tensor; else a sum over them is summed over the ranks.
     elements: of a token that is gathered, of a row's sum. trains: whether its gradient is scattered, or summed, too. one_row:
@@ -63,7 +75,7 @@ class Doors:
     attends by itself to what a cache gives back. None of them: the forward takes `mask`. whole: modules that run on all
     tokens, on every rank. counted: lines of modules that are about all tokens. sent: what a forward sends there, by
     module. positions: whether position_ids of the split are handed to a model that could count them itself. calls: of
-    attention, in order, where it was read."""
+    attention, in order, where it was read. mixers: calls of recurrent mixers."""
 
     registry: bool = False
     intercepted: tuple[str, ...] = ()
@@ -74,6 +86,12 @@ class Doors:
     sent: Mapping[str, tuple[Sent, ...]] = field(default_factory=dict)
     positions: bool = True
     calls: tuple[Attention, ...] | None = None
+    mixers: tuple[Mixer, ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layer has attention, as far as is known: else tokens are split for recurrent mixers alone."""
+        return bool(self.calls) or not self.mixers
 
     @property
     def window(self) -> int | None:
@@ -108,7 +126,7 @@ class Doors:
         makes_masks = self.by_hand and not self.registry and is_transformers(module)
         if makes_masks:
             use_masks(masks_of_own_rows)
-        if self != Doors(calls=self.calls) or not takes:
+        if self != Doors(calls=self.calls, mixers=self.mixers) or not takes:
             hand_on = self.registry and bool(getattr(module, "_supports_attention_backend", False))
             forward = with_mask_set(
                 with_cache(type(module).forward) if self.cached else type(module).forward,

@@ -1,4 +1,4 @@
-"""Attention while a program is read: one operation of its queries, keys and values, with the pattern of what it sees."""
+"""Attention and mixers while a program is read: one operation of all its tokens, with the pattern of what it sees."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshkit.parallel.context._foreign import Interception, is_causal_by, refuse
 from meshkit.parallel.context._pattern import CAUSAL, FULL, Pattern, pattern_of
 
 ATTEND = "context_attend"
+SCAN, CONVOLVE = "context_scan", "context_convolve"
 _NAME = "meshkit_read"
 
 
@@ -59,6 +60,30 @@ class ReadMask:
         choices = {"scale": scale or q.shape[3] ** -0.5, "softcap": softcap or 0.0, "pattern": self.pattern}
         noted: Tensor = note(ATTEND, _like_attention, (q, k, v, sinks), choices)
         return noted
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+        return _noted(SCAN, _like_scan, q, k, v, log_decay, beta)
+
+    def short_convolution(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _noted(CONVOLVE, _like_convolution, x, weight)
+
+
+def _noted(name: str, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    note = noting.reader.get()
+    if note is None:  # inside of another operation
+        return function(*inputs)
+    noted: Tensor = note(name, function, inputs, {})
+    return noted
+
+
+def _like_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+    """[B, T, H, V], with a gradient where the scan's result has one."""
+    out = v * (q.sum() + k.sum()) * log_decay.unsqueeze(-1)
+    return out if beta is None else out * beta.unsqueeze(-1)
+
+
+def _like_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sum()
 
 
 def _like_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **choices: Any) -> Tensor:

@@ -22,10 +22,10 @@ from meshkit.loss import IGNORED
 from meshkit.parallel.context._by_hand import PRODUCTS
 from meshkit.parallel.context._cache import not_kept, takes_cache
 from meshkit.parallel.context._counted import SUM_TOKENS, Counted, counted_in, crowded_in, of_keys, positions_known
-from meshkit.parallel.context._doors import Attention, Doors, Sent
+from meshkit.parallel.context._doors import Attention, Doors, Mixer, Sent
 from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._pattern import FULL, Pattern
-from meshkit.parallel.context._read_attention import ATTEND, ReadMask, read_calls, read_registry
+from meshkit.parallel.context._read_attention import ATTEND, CONVOLVE, SCAN, ReadMask, read_calls, read_registry
 from meshkit.parallel.context._whole import GATHER_TOKENS, Whole, whole_around
 from meshkit.parallel.writes import refuse_writes
 from meshkit.program import (
@@ -151,7 +151,8 @@ class Reader:
                 doors = Doors(intercepted=self.named or places)
             if places or not registry:
                 break
-        doors = replace(doors, cached=cached, calls=tuple(_attention(name, each) for name, each in _attentions(full)))
+        calls = tuple(_attention(name, each) for name, each in _attentions(full))
+        doors = replace(doors, cached=cached, calls=calls, mixers=_mixers(full))
         for replicate in (False, True) if self.replicate else (False,):
             for each in self._ways(doors, full, call):
                 try:
@@ -475,6 +476,21 @@ def _attention(name: str, operation: Operation) -> Attention:
     query, key, value = tensors(operation.args)[:3]
     width = max(key.shape[3], value.shape[3])
     return Attention(name, query.shape[2], key.shape[2], width, operation.kwargs["pattern"] or FULL)
+
+
+def _mixers(trace: Trace) -> tuple[Mixer, ...]:
+    found = []
+    for each in trace.operations:
+        if each.name not in (SCAN, CONVOLVE):
+            continue
+        inputs, name = tensors(each.args), trace.calls[each.call].name
+        trains = any(ref.requires_grad for ref in inputs)
+        if each.name == SCAN:
+            q, _, v = inputs[:3]
+            found.append(Mixer(name, trains, state=(v.shape[2], q.shape[3], v.shape[3])))
+        else:
+            found.append(Mixer(name, trains, channels=inputs[1].shape[0], width=inputs[1].shape[1]))
+    return tuple(found)
 
 
 def _patterns(trace: Trace) -> dict[str, Pattern]:

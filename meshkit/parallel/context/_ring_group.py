@@ -1,4 +1,4 @@
-"""Point-to-point messages of ring attention: between the ranks of different groups that hold the same heads."""
+"""Point-to-point messages between groups of cp ranks that hold the same heads, and of ranks: ring attention, states."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ class Pending:
     works: list[dist.Work]
     tensors: list[Tensor]
 
-    def wait(self) -> None:
+    def wait(self, what: str = "keys and values of another cp group") -> None:
+        """what: is waited for, as the watchdog says it."""
         if not self.works:
             return
         # Afterwards the current stream may read what was received and overwrite what was sent. NCCL: the host does not block.
-        with waiting("keys and values of another cp group"):
+        with waiting(what):
             for work in self.works:
                 work.wait()
 

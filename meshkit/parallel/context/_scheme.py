@@ -69,14 +69,18 @@ def choose_for_rows(
     *,
     multiple: int = 1,
     window: int | None = None,
+    attends: bool = True,
 ) -> tuple[Choice, int]:
     """(the layout of `rows` rows of `tokens` tokens, the number of rows that it splits alike).
 
     A mask of one row's tokens splits all rows alike. A mask of more tokens lays the rows end to end as a single stream.
-    window: of all layers, by which work and bytes are counted; the layout's mask is the one given.
+    window: of all layers, by which work and bytes are counted; the layout's mask is the one given. attends: whether any
+    layer has attention; recurrent mixers work alike on all tokens, so for them alone "auto" leaves tokens in their order.
     """
     # Rows that are split alike share one layout, and each of its messages carries all of them.
     alike = rows if mask.tokens == tokens else 1
+    if not attends and policy.balance == "auto" and not policy.slack:
+        policy = replace(policy, balance="contiguous")
     choice = choose(mask.windowed(window), ranks, policy, replace(shape, rows=alike), multiple=multiple)
     return replace(choice, layout=replace(choice.layout, mask=mask)), alike
 

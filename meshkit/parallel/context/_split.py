@@ -13,14 +13,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core.collectives import join_dim
+from meshkit.core.linear_attention import linear_attention
+from meshkit.core.masked_attention import mask_table
 from meshkit.core.sharding import even_part
+from meshkit.core.short_convolution import short_convolution
 from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED
 from meshkit.mask import Mask
 from meshkit.parallel.context._attention import context_attention, ulysses_to_heads, ulysses_to_tokens
 from meshkit.parallel.context._layout import Layout
+from meshkit.parallel.context._mixers import context_linear_attention, context_short_convolution
 from meshkit.parallel.context._pattern import Pattern
+from meshkit.parallel.context._pieces import halo_of, pieces_of
 from meshkit.parallel.context._scheme import Choice, choose_for_rows
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
@@ -41,6 +46,7 @@ class Context:
     shape: Shape
     window: int | None = None
     multiple: int = 1
+    attends: bool = True  # some layer has attention
     documents: bool = True  # a position that restarts begins a document
     own_masks: bool = False  # the model's own code masks its scores
     choice: Choice | None = None  # of the last batch
@@ -73,6 +79,7 @@ class Context:
             self.shape,
             multiple=self.multiple,
             window=self.window,
+            attends=self.attends,
         )
         stream = alike == 1
         layout = self.choice.layout
@@ -306,6 +313,39 @@ class SplitMask:
         output = ulysses_to_tokens(out, self.table, self.group, heads, 0, self.tokens, heads)
         return output
 
+    def linear_attention(
+        self, q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor | None
+    ) -> Tensor:
+        """`meshkit.core.linear_attention` of this rank's tokens, with the states that come from the tokens of other ranks.
+
+        Returns [B, T, H, V]; of padding zeros. Wire: one state [B, H, K, V] in fp32 (fp64 for fp64) for each place where a
+        document goes on on another rank: (cp - 1) states of one contiguous document; in backward as many gradients.
+        Raises: PlanError for a mask that is no more than packed causal documents.
+        """
+        self._refuse_other_tokens(q_BTGK)
+        own = sum(piece.rank == self.rank for piece in pieces_of(self.layout))
+        inputs = q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH
+        out: Tensor = context_linear_attention(*inputs, self.table, self.group, own)[0]
+        return out
+
+    def short_convolution(self, x_BTC: Tensor, weight_CW: Tensor) -> Tensor:
+        """`meshkit.core.short_convolution` of this rank's tokens, which read up to W - 1 tokens of other ranks (a halo).
+
+        Returns [B, T, C]; of padding zeros. Wire: those tokens, and in backward their gradients. Raises: PlanError, as
+        `linear_attention`.
+        """
+        self._refuse_other_tokens(x_BTC)
+        received = halo_of(self.layout, self.rank, weight_CW.shape[1]).received
+        out: Tensor = context_short_convolution(x_BTC, weight_CW, self.table, self.group, received)[0]
+        return out
+
+    def _refuse_other_tokens(self, x: Tensor) -> None:
+        if x.shape[1] != self.tokens:
+            raise PlanError(
+                f"context parallelism: this rank holds {self.tokens} tokens, but a mixer got {x.shape[1]}. Give the model "
+                "the batch of split_batch whole."
+            )
+
     def join(self, values: Tensor) -> Tensor:
         """Gather values of this rank's tokens [B, T, ...] to those of all tokens [rows, tokens, ...], the same on every rank.
 
@@ -390,11 +430,29 @@ class AllTokens:
         split, narrow = self.split, v_BTKE.shape[3]
         scale = q_BTHD.shape[3] ** -0.5 if scale is None else scale
         q, k, v = equally_wide(q_BTHD, k_BTKD, v_BTKE)
-        if split.rows:
-            q, k, v = (rearrange(each, "b t ... -> 1 (b t) ...") for each in (q, k, v))
+        q, k, v = (self._stream(each) for each in (q, k, v))
         out: Tensor = context_attention(q, k, v, split.table_of_all, split.group, scale, softcap or 0.0, sinks)[0]
-        out = rearrange(out, "1 (b t) ... -> b t ...", b=split.rows) if split.rows else out
-        return out[..., :narrow]
+        return self._rows(out)[..., :narrow]
+
+    def linear_attention(
+        self, q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor | None
+    ) -> Tensor:
+        """As `SplitMask.linear_attention`, of all tokens. No communication."""
+        inputs = (q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH)
+        streams = (None if each is None else self._stream(each) for each in inputs)
+        out: Tensor = linear_attention(*streams, mask_table(self.split.layout.mask))
+        return self._rows(out)
+
+    def short_convolution(self, x_BTC: Tensor, weight_CW: Tensor) -> Tensor:
+        """As `SplitMask.short_convolution`, of all tokens. No communication."""
+        out: Tensor = short_convolution(self._stream(x_BTC), weight_CW, mask_table(self.split.layout.mask))
+        return self._rows(out)
+
+    def _stream(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b t ... -> 1 (b t) ...") if self.split.rows else x
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return rearrange(x, "1 (b t) ... -> b t ...", b=self.split.rows) if self.split.rows else x
 
 
 def _heads(x_BTKD: Tensor, read: list[int]) -> Tensor:

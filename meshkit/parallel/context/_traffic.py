@@ -1,4 +1,4 @@
-"""Communication volume of context parallelism: the bytes one layer's attention sends, by arithmetic on the layout.
+"""Communication volume of context parallelism: what a layer's attention or mixer sends, by arithmetic on the layout.
 
 For even shards of s tokens, P ranks, bf16 keys and fp32 gradients a ring sends s K D (16 P - 8) bytes a layer, and Ulysses
 8 (P - 1) / P s D (H + Ke) where Ke counts key/value heads with their copies. No ranks and no tensors are needed.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshkit.core.sharding import even_part
 from meshkit.parallel.context._layout import Layout, plan
+from meshkit.parallel.context._pieces import halo_of, hops_of
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
 
 Sizes = Counter[tuple[str, int]]
@@ -52,6 +53,28 @@ def traffic(layout: Layout, rank: int, shape: Shape) -> tuple[Sizes, Sizes]:
     if layout.groups > 1:
         _add_kv_exchange(layout, group, heads, 2 * token, shape, forward, backward)
     return _without_empty(forward), _without_empty(backward)
+
+
+def state_traffic(layout: Layout, rank: int, *, state_bytes: int) -> tuple[Sizes, Sizes]:
+    """(forward, backward): the states that `rank` sends for one scan. state_bytes: of [rows, heads, K, V] in fp32.
+
+    All ranks together send a state for each place where a document goes on on another rank: (cp - 1) of one document of
+    contiguous tokens.
+    """
+    counts = [
+        sum(hop.target not in (None, rank) for hop in hops_of(layout, rank, backward=backward))
+        for backward in (False, True)
+    ]
+    forward, backward = (_without_empty(Counter({("send", state_bytes): count})) for count in counts)
+    return forward, backward
+
+
+def halo_traffic(layout: Layout, rank: int, *, width: int, token_bytes: int) -> tuple[Sizes, Sizes]:
+    """(forward, backward): what `rank` sends for one short convolution. token_bytes: of a token of all rows."""
+    halo = halo_of(layout, rank, width)
+    forward = Counter([("send", len(tokens) * token_bytes) for _, tokens in halo.sends])
+    backward = Counter([("send", count * token_bytes) for _, count in halo.receives])
+    return forward, backward
 
 
 def _add_kv_exchange(

@@ -13,7 +13,14 @@ from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.optim.outer import OuterOptimizer, Policy
-from meshkit.parallel.context import attention_shape, choose_for_rows, notes_of, notes_of_cache, notes_of_counted
+from meshkit.parallel.context import (
+    attention_shape,
+    chain_of,
+    choose_for_rows,
+    notes_of,
+    notes_of_cache,
+    notes_of_counted,
+)
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
 from meshkit.preflight.explain._period import period_of_model, period_of_run
@@ -203,7 +210,7 @@ def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     spec = rank_model.spec
     if spec.cp == 1:
         return batch
-    config = getattr(rank_model.model, "config", None)
+    config, doors = getattr(rank_model.model, "config", None), rank_model.resolved.reading[1]
     mask = batch.mask if batch.mask is not None else Mask.causal(batch.tokens)
     choice, rows = choose_for_rows(
         mask,
@@ -213,7 +220,12 @@ def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
         rank_model.context,
         attention_shape(config, rank_model.resolved.heads, rank_model.compute),
         multiple=rank_model.resolved.sequence_multiple,
-        window=rank_model.resolved.reading[1].window,
+        window=doors.window,
+        attends=doors.attends,
     )
     layout = choice.layout
-    return LocalBatch(rows, layout.lengths[rank_model.at("cp")], mask, layout, f"cp={spec.cp}: {choice}")
+    note = f"cp={spec.cp}: {choice}"
+    if doors.mixers:
+        states, messages = chain_of(layout)
+        note += f"; for each recurrent mixer ranks send {states} states, in {messages} messages one after another"
+    return LocalBatch(rows, layout.lengths[rank_model.at("cp")], mask, layout, note)

@@ -15,7 +15,7 @@ from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
 from meshkit.mesh import EXPERT_AXES, MeshSpec
 from meshkit.mesh.agreement import MEETING_BYTES
-from meshkit.parallel.context import Layout, Shape, attention_shape, traffic
+from meshkit.parallel.context import Layout, Shape, attention_shape, halo_traffic, state_traffic, traffic
 from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
@@ -31,6 +31,7 @@ def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
     log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
     _add_lines(log, rank_model, batch)
+    _add_mixers(log, rank_model, batch)
     for module, shape, layout in _attentions(rank_model, batch):
         if not rank_model.runs(module):
             continue
@@ -94,6 +95,36 @@ def _add_whole(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> Non
                 int(trains and rank_model.flow.enters(module)),
                 module=module,
             )
+
+
+def _add_mixers(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+    """States of recurrent mixers that go to other ranks, and the tokens that their short convolutions read there."""
+    layout, doors, rank = batch.layout, rank_model.resolved.reading[1], rank_model.at("cp")
+    assert layout is not None
+    sums = torch.promote_types(rank_model.compute, torch.float32).itemsize
+    whole = tuple(f"{name}." for name in doors.whole)
+    for mixer in doors.mixers:
+        if not rank_model.runs(mixer.module) or f"{mixer.module}.".startswith(whole):
+            continue
+        # A rank of tp has whole heads, of which it has a share: tp divides them.
+        styles = rank_model.layout.styles if rank_model.layout is not None else {}
+        style = styles.get(mixer.module)
+        tp = rank_model.spec.tp if style is not None and style.kind == "enter" else 1
+        if mixer.channels:
+            token = batch.rows * mixer.channels // tp * rank_model.compute.itemsize
+            forward, backward = halo_traffic(layout, rank, width=mixer.width, token_bytes=token)
+            what = "tokens of a short convolution"
+        else:
+            forward, backward = state_traffic(layout, rank, state_bytes=batch.rows * prod(mixer.state) // tp * sums)
+            what = "states of a mixer"
+        recompute = rank_model.treatment(mixer.module).recompute
+        # As attention over ranks, it is one operator with its messages inside.
+        again = not (recompute.keeps("attention") or recompute.keeps("collective"))
+        for (op, size), count in forward.items():
+            log.add("cp", op, size, f"{what}, forward", count, module=mixer.module)
+            log.add("cp", op, size, f"{what}, recompute", count * again, module=mixer.module)
+        for (op, size), count in backward.items():
+            log.add("cp", op, size, f"{what}, backward", count * mixer.trains, module=mixer.module)
 
 
 def _add_lines(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:

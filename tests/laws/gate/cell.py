@@ -10,6 +10,7 @@ from functools import cache
 import meshkit as mk
 
 MODELS = ("dense", "tied", "qwen", "window", "moe", "mla", "mlp", "transformers", "lora")
+MIXERS = ("delta", "mamba2")  # drawn by `draw_hybrid` alone, so that a seed draws what it drew
 ROUTED = ("moe", "mla")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo", "auto")
 SPLITS_BACKWARD = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "auto")
@@ -253,6 +254,16 @@ def draw_padded(seed: int, ranks: int) -> Cell:
         cell = _draw(rng, ranks)
         if cell.spec.ep * cell.spec.etp > 1 and not cell.refusals():
             return replace(cell, max_rows=rng.choice(PADDED_ROWS))
+
+
+def draw_hybrid(seed: int, ranks: int) -> Cell:
+    """A cell of a hybrid decoder, on meshes whose tp divides the 8 key heads, or groups, of its mixers; none is refused."""
+    rng = random.Random(f"hybrid {seed} {ranks}")
+    while True:
+        cell = _draw(rng, ranks)
+        fits = all(8 % _parse(mesh).tp == 0 for mesh in (cell.mesh, cell.resume or cell.mesh))
+        if cell.model == "dense" and fits and not cell.refusals():
+            return replace(cell, model=rng.choice(MIXERS))
 
 
 def _draw(rng: random.Random, ranks: int) -> Cell:

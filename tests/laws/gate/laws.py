@@ -25,7 +25,7 @@ from meshkit.preflight.explain import Message, explain
 from meshkit.preflight.order import EAGER, LAZY, Event, HostWait, Wait, deadlock, gathered, mismatches, recording
 from meshkit.strategy import ExpertPolicy, Strategy
 from tests.compare_shards import difference, same_bits
-from tests.laws.gate.cell import ROUTED, Cell
+from tests.laws.gate.cell import MIXERS, ROUTED, Cell
 from tests.laws.gate.models import build
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.laws.parity.test_bytes import Noting, by_ranks
@@ -137,7 +137,9 @@ def memory_of(cell: Cell) -> mk.MemoryPolicy:
     return mk.MemoryPolicy(
         # CUDA's attention in fp64 is made of products, which need more while they run.
         recompute=mk.strategy.Budget(
-            bytes=500_000 if mesh_for(cell.mesh).device.type == "cuda" else 400_000, rows=rows, seq_len=tokens_of(cell)
+            bytes=500_000 if mesh_for(cell.mesh).device.type == "cuda" or cell.model in MIXERS else 400_000,
+            rows=rows,
+            seq_len=tokens_of(cell),
         )
         if recompute == "budget"
         else recompute,  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ import meshkit as mk
 from meshkit.models import DeepseekV3Config, Llama, LlamaConfig, build_model, moe_plan
 from meshkit.models.experts import MoE
 from meshkit.models.llama import LLAMA_PLAN, Attention, Decoder, DecoderLayer, dense_layer
+from meshkit.models.mixers import GatedDeltaConfig, Hybrid, HybridConfig, Mamba2Config, hybrid_plan
 from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
-from tests.laws.gate.cell import Cell
+from tests.laws.gate.cell import MIXERS, Cell
 from tests.tiny import tiny_config
 
 EXPERTS = 8
@@ -52,7 +53,9 @@ def build(cell: Cell) -> tuple[nn.Module, mk.Plan]:
     model, plan = _made(cell)
     model = model.double()  # drawn in fp64 whatever the dtype: torch draws other numbers in fp32
     for name, param in model.named_parameters():  # away from 0 and 1, or errors would not show
-        if "lora_B" in name:
+        if name.endswith("A_log"):
+            nn.init.uniform_(param, -4, -2)  # states that last over many tokens
+        elif "lora_B" in name:
             nn.init.normal_(param, std=0.1)
         elif "lora_" not in name:
             nn.init.normal_(param, std=0.2) if param.ndim > 1 else nn.init.uniform_(param, 0.5, 1.5)
@@ -111,6 +114,11 @@ def _made(cell: Cell) -> tuple[nn.Module, mk.Plan]:
             router_losses=AUXILIARY,
         )
         return build_model(latent), moe_plan(latent)
+    if cell.model in MIXERS:
+        delta = GatedDeltaConfig(key_heads=8, value_heads=8 if uneven else 16, key_size=5, value_size=3)
+        space = Mamba2Config(heads=8 if uneven else 16, head_size=3, state_size=5, groups=8)
+        hybrid = HybridConfig(decoder=config, mixer=delta if cell.model == "delta" else space, attention_every=2)
+        return Hybrid(hybrid), hybrid_plan(hybrid)
     model: nn.Module = Llama(config)
     if cell.model == "lora":
         return model, mk.lora.attach(model, LLAMA_PLAN, rank=3, alpha=5.0, seed=4)

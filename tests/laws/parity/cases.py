@@ -16,6 +16,7 @@ from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from meshkit.models.experts import MoE
 from meshkit.models.llama import LLAMA_PLAN, Attention, Decoder, DecoderLayer, Llama, LlamaConfig, dense_layer
+from meshkit.models.mixers import GatedDeltaConfig, Hybrid, HybridConfig, Mamba2Config, hybrid_plan
 from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
@@ -81,6 +82,7 @@ class Cell:
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
+    mixer: str = ""  # "delta" or "mamba2" in all layers but every second one
     hot: int = 0
     max_rows: int | None = None
     memory: mk.MemoryPolicy | None = None  # in place of recompute and bf16
@@ -119,9 +121,15 @@ def build(cell: Cell) -> Decoder:
         sliding_window=cell.window,
     )
     torch.manual_seed(3)
-    model = Llama(config) if cell.moe is None else Decoder(config, _layers(config, cell.moe))
+    if cell.mixer:
+        model: Decoder = Hybrid(_hybrid(cell, config))
+    else:
+        model = Llama(config) if cell.moe is None else Decoder(config, _layers(config, cell.moe))
     model = model.double()  # drawn in fp64 whatever the dtype: torch draws other numbers in fp32
     draw_parameters(model)
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.uniform_(param, -4, -2)  # states that last over many tokens
     return model.to(getattr(torch, cell.dtype))
 
 
@@ -132,7 +140,16 @@ def _layers(config: LlamaConfig, moe: Moe) -> Iterator[DecoderLayer]:
         yield DecoderLayer(Attention(config), experts, hidden_size=config.hidden_size, eps=config.rms_norm_eps)
 
 
+def _hybrid(cell: Cell, config: LlamaConfig) -> HybridConfig:
+    mixer: GatedDeltaConfig | Mamba2Config = Mamba2Config(heads=8, head_size=3, state_size=5, groups=4)
+    if cell.mixer == "delta":
+        mixer = GatedDeltaConfig(key_heads=4, value_heads=8, key_size=5, value_size=3)
+    return HybridConfig(decoder=config, mixer=mixer, attention_every=2)
+
+
 def plan_of(cell: Cell) -> mk.Plan:
+    if cell.mixer:
+        return hybrid_plan(_hybrid(cell, build(cell).config))
     if cell.moe is None:
         return LLAMA_PLAN
     return decoder_plan(cell.layers, dense=[0], shared=cell.moe.shared is not None)

@@ -66,6 +66,11 @@ CELLS = [
     Cell(mesh="dp_shard=2 cp=2", documents=True, microbatches=3),
     Cell(mesh="dp_shard=2 cp=2", documents=True, microbatches=3, context=mk.strategy.ContextPolicy(scheme="ring")),
     Cell(mesh="pp=2 cp=2", layers=4, documents=True, microbatches=6),
+    Cell(mesh="cp=4", mixer="delta", context=mk.strategy.ContextPolicy(scheme="ring", balance="contiguous")),
+    Cell(mesh="cp=4", mixer="mamba2", microbatches=2, recompute="full"),
+    Cell(mesh="cp=2 tp=2", mixer="delta", documents=True, sequence=True, recompute="selective"),
+    Cell(mesh="dp_shard=2 cp=2", mixer="mamba2", documents=True, dtype="float32", bf16=True),
+    Cell(mesh="pp=2 cp=2", mixer="delta", layers=4, documents=True, microbatches=2),
 ]
 
 
