@@ -16,6 +16,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.plan import Plan
 from meshkit.plan.match import frozen_table
 from meshkit.strategy._context import ContextPolicy
+from meshkit.strategy._data import DataPolicy
 from meshkit.strategy._experts import ExpertPolicy
 from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
 from meshkit.strategy._pipeline import PipelinePolicy
@@ -49,7 +50,7 @@ class Strategy:
     mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None fits any mesh. plan: what each module does; None asks `auto_plan`.
     memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state. zero: the ZeRO stage on
     dp_shard; None is 3, or 1 with pp, where many microbatches are in flight between gathering parameters and reducing
-    gradients. sequence: sequence parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp,
+    gradients. data: in how many bits parameters and gradients travel. sequence: sequence parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp,
     how tokens are split, and how attention exchanges keys and values. experts: capacity, copies of hot experts, another
     dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
     a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
@@ -65,6 +66,7 @@ class Strategy:
     plan: Plan | None = None
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     zero: int | None = None
+    data: DataPolicy = field(default_factory=DataPolicy)
     sequence: bool = False
     context: ContextPolicy = field(default_factory=ContextPolicy)
     experts: ExpertPolicy = field(default_factory=ExpertPolicy)
@@ -177,7 +179,13 @@ _EXAMPLES = {
     "plan": " For example, Plan(tensor={'layers.*.up': column(), 'layers.*.down': row()}).",
     "memory": " For example, MemoryPolicy(recompute='full').",
 }
-_POLICIES = {"memory": MemoryPolicy, "context": ContextPolicy, "experts": ExpertPolicy, "pipeline": PipelinePolicy}
+_POLICIES = {
+    "memory": MemoryPolicy,
+    "data": DataPolicy,
+    "context": ContextPolicy,
+    "experts": ExpertPolicy,
+    "pipeline": PipelinePolicy,
+}
 
 
 def _in_policies(name: str) -> str:
@@ -193,6 +201,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "plan": (Plan, types.NoneType),
     "memory": (MemoryPolicy,),
     "zero": (int, types.NoneType),
+    "data": (DataPolicy,),
     "sequence": (bool,),
     "context": (ContextPolicy,),
     "experts": (ExpertPolicy,),
