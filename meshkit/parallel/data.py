@@ -217,8 +217,8 @@ def fully_shard(
     policy: in how many bits parameters and gradients travel over the shard axis, see `DataPolicy`.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
-    with replicas an all-reduce of the gradient shard. With `DataPolicy(gather=...)` the all-gather is of quantized blocks; with
-    `reduce=...` an all-to-all of quantized blocks replaces the reduce-scatter.
+    with replicas an all-reduce of the gradient shard. With `DataPolicy(gather=...)` the all-gather is of
+    quantized blocks; with `reduce=...` an all-to-all of quantized blocks replaces the reduce-scatter.
     Raises: PlanError for an unknown stage, a unit that is not in the module, a unit that is sharded already, and a parameter
     that FSDP2 cannot shard.
     Source: Rajbhandari et al. 2020; Zhao et al. 2023.

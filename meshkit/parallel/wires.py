@@ -6,7 +6,7 @@ the same scales on each, whatever lies beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshkit.core.block_quantization import (
     quantized_bytes,
     whole_blocks,
 )
+from meshkit.core.sharding import local_tensor
 from meshkit.strategy import DataPolicy
 
 ERROR_DTYPE = torch.bfloat16
@@ -55,10 +56,10 @@ def quantize_wires(unit: nn.Module, mesh: DeviceMesh, policy: DataPolicy) -> Non
     if not isinstance(unit, FSDPModule) or mesh.shape[-1] == 1:
         return
     if policy.gather is not None:
-        unit.set_custom_all_gather(_Gather(unit, policy.gather))
+        unit.set_custom_all_gather(_Gather(unit, policy.gather))  # type: ignore[arg-type]  # its base class is private
     if policy.reduce is not None:
         reduction = _Reduction(unit, mesh, policy.reduce, feedback=policy.feedback)
-        unit.set_custom_reduce_scatter(reduction)
+        unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]  # same
         _torch.note_reductions(unit, reduction.note)
         if policy.feedback:
             unit.__dict__[_ERRORS] = reduction
@@ -77,8 +78,8 @@ def rounding_errors(module: nn.Module) -> dict[str, DTensor]:
     return found
 
 
-def rounding_errors_of(module: nn.Module, ranks: dict[str, int]) -> dict[str, DTensor]:
-    """Zeros to read errors into that so many data ranks had; `add_rounding_errors` takes them."""
+def rounding_errors_of(module: nn.Module, ranks: Mapping[str, int]) -> dict[str, DTensor]:
+    """Zeros to read errors into that so many data ranks had, by parameter; `set_rounding_errors` takes them."""
     return {
         parameter.name: unit.stacked(parameter, ranks[parameter.name])
         for unit in _with_errors(module)
@@ -87,7 +88,7 @@ def rounding_errors_of(module: nn.Module, ranks: dict[str, int]) -> dict[str, DT
     }
 
 
-def set_rounding_errors(module: nn.Module, errors: dict[str, DTensor]) -> None:
+def set_rounding_errors(module: nn.Module, errors: Mapping[str, Tensor]) -> None:
     """Go on from errors of other data ranks: each takes the sum of some, so that all of them together are what they were.
 
     Errors that were not given become 0.
@@ -98,7 +99,7 @@ def set_rounding_errors(module: nn.Module, errors: dict[str, DTensor]) -> None:
                 continue
             unit.error_of(parameter).zero_()
             if parameter.name in errors:
-                summed = errors[parameter.name].to_local().sum(0, keepdim=True, dtype=torch.float32)
+                summed = local_tensor(errors[parameter.name]).sum(0, keepdim=True, dtype=torch.float32)
                 unit.error_of(parameter).copy_(summed)
 
 

@@ -50,15 +50,16 @@ class Strategy:
     mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None fits any mesh. plan: what each module does; None asks `auto_plan`.
     memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state. zero: the ZeRO stage on
     dp_shard; None is 3, or 1 with pp, where many microbatches are in flight between gathering parameters and reducing
-    gradients. data: in how many bits parameters and gradients travel. sequence: sequence parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp,
-    how tokens are split, and how attention exchanges keys and values. experts: capacity, copies of hot experts, another
-    dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
-    a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
+    gradients. data: in how many bits parameters and gradients travel over dp_shard (quantized wires). sequence: sequence
+    parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp, how tokens are split, and how
+    attention exchanges keys and values. experts: capacity, copies of hot experts, another dispatcher. pipeline: with pp, the
+    schedule and the stages. microbatches: gradient accumulation, the number of parts that a step's rows are run in; None
+    leaves it to each step. compile: torch.compile each block; a string is the backend's name.
     unproved: what becomes of a module that is not shown to be right on parts: "refuse" raises; "replicate" leaves it whole on
     every rank of tp or cp, which `print(run.plan)` and `explain` say.
     overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
     A choice that a run can do nothing with is refused by `resolve`. What an axis of one rank has as it was asked for is not:
-    sequence on tp=1, context on cp=1, zero on dp_shard=1; so one file fits many meshes.
+    sequence on tp=1, context on cp=1, zero and data on dp_shard=1; so one file fits many meshes.
     Raises: PlanError and MeshError for values that no model and no world could have.
     """
 

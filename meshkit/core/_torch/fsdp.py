@@ -287,7 +287,7 @@ def unit_parameters(module: FSDPModule) -> list[UnitParameter]:
             shape=tuple(param._orig_size),
             part=tuple(param.padded_sharded_param_size),
             dtype=param.param_dtype or param.orig_dtype,
-            param=param.sharded_param,
+            param=param.sharded_param,  # type: ignore[arg-type]  # a DTensor, once it is sharded
         )
         for group in _groups_of(module._get_fsdp_state())
         for param in group.fsdp_params
