@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,16 +52,23 @@ def reduced_bytes(parts: Sequence[int], wire: BlockWire) -> int:
     return sum(quantized_bytes(whole_blocks(size), wire) for size in parts)
 
 
+def replica_bytes(parts: Sequence[int], replicas: int, wire: BlockWire) -> int:
+    """What each replica sends to one other, in each of the two hops. parts: as `reduced_bytes` takes them."""
+    return sum(quantized_bytes(replica_chunk(size, replicas), wire) for size in parts)
+
+
 def quantize_wires(unit: nn.Module, mesh: DeviceMesh, policy: DataPolicy) -> None:
     """Let an FSDP unit gather and reduce by the policy, in place. mesh: over which it is sharded."""
-    if not isinstance(unit, FSDPModule) or mesh.shape[-1] == 1:
+    if not isinstance(unit, FSDPModule) or mesh.size() == 1:
         return
-    if policy.gather is not None:
+    if policy.gather is not None and mesh.shape[-1] > 1:
         unit.set_custom_all_gather(_Gather(unit, policy.gather))  # type: ignore[arg-type]  # its base class is private
     if policy.reduce is not None:
         reduction = _Reduction(unit, mesh, policy.reduce, feedback=policy.feedback)
         unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]  # same
-        _torch.note_reductions(unit, reduction.note)
+        _torch.note_reductions(
+            unit, reduction.note, reduction.sum_replicas if mesh.ndim > 1 and mesh.shape[0] > 1 else None
+        )
         if policy.feedback:
             unit.__dict__[_ERRORS] = reduction
 
@@ -172,7 +180,9 @@ class _Gather(_Unit):
 class _Reduction(_Unit):
     """A reduce-scatter of quantized blocks: an all-to-all, and a sum in fp32 at least, in the order of the ranks.
 
-    Each gradient is rounded once, however many ranks there are, where a ring would round once a hop.
+    Each gradient is rounded once, however many ranks there are, where a ring would round once a hop. Replicas sum what came
+    out of it in two hops more, an all-to-all and an all-gather, each of which rounds; what they took is added to this rank's
+    own gradient of its shard.
     """
 
     def __init__(self, unit: FSDPModule, mesh: DeviceMesh, wire: BlockWire, *, feedback: bool) -> None:
@@ -247,6 +257,40 @@ class _Reduction(_Unit):
         for out, part in zip(output_tensor.split(sizes), _unpadded(total[0], sizes), strict=True):
             out.copy_(part)
 
+    def sum_replicas(self, reduced: Tensor) -> None:
+        """reduced: [elements of a part], summed over the shards; becomes the sum over the replicas, the same bits on each."""
+        group = self._mesh.get_group(0)
+        replicas, replica = group.size(), group.rank()
+        parameters = [self.parameters[place] for place in self._places]
+        parts = reduced.split([prod(each.part) for each in parameters])
+        # A chunk of each tensor for each replica: so a tensor that ranks of tp hold alike has its error at the same one.
+        sizes = [replica_chunk(part.numel(), replicas) for part in parts]
+        working, own = _working(reduced.dtype), dist.get_rank(self._mesh.get_group(-1))
+        sent = reduced.new_zeros((replicas, sum(sizes)), dtype=working)
+        errors = [self._errors_of(each)[own] for each in parameters] if self._feedback else []
+        for index, (place, part) in enumerate(zip(sent.split(sizes, dim=1), parts, strict=True)):
+            value = part.to(working)
+            if errors and self._shards == 1:  # else it was in what was sent to this shard
+                value = value + errors[index]
+            place.copy_(_chunks(value, replicas))
+        message = self._encoded(sent)
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=group)
+        total = self._decoded(received[:1], working)
+        for other in range(1, replicas):
+            total += self._decoded(received[other : other + 1], working)
+        result = self._encoded(total)
+        gathered = result.new_empty(replicas, result.shape[1])
+        dist.all_gather_into_tensor(gathered.view(-1), result.view(-1), group=group)
+        if errors:
+            sent -= self._decoded(message, working)
+            sent[replica] += (total - self._decoded(result, working))[0]
+            for error, left in zip(errors, sent.split(sizes, dim=1), strict=True):
+                left = left.reshape(-1)[: error.numel()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+                error.copy_(left if self._shards == 1 else left + error)
+        for part, value in zip(parts, self._decoded(gathered, working).split(sizes, dim=1), strict=True):
+            part.copy_(value.reshape(-1)[: part.numel()])
+
     def _encoded(self, values: Tensor) -> Tensor:
         """values: [N, elements]. Returns uint8 [N, bytes]."""
         return quantize_blocks(values.view(-1, BLOCK), self._wire).view(len(values), -1)
@@ -259,6 +303,17 @@ class _Reduction(_Unit):
 def _working(dtype: torch.dtype) -> torch.dtype:
     """In which blocks are scaled and summed."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def replica_chunk(elements: int, replicas: int) -> int:
+    """Of a tensor of so many elements, those of each replica: whole blocks."""
+    return whole_blocks(-(-elements // replicas))
+
+
+def _chunks(values: Tensor, count: int) -> Tensor:
+    """values: [N]. Returns [count, elements], padded with zeros."""
+    size = replica_chunk(values.numel(), count)
+    return F.pad(values, (0, count * size - values.numel())).view(count, size)
 
 
 def _padded(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

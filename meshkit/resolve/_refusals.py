@@ -233,18 +233,13 @@ def refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshSp
         )
 
 
-def refuse_wires(strategy: Strategy, spec: MeshSpec) -> None:
+def refuse_wires(strategy: Strategy) -> None:
     """See [Note: choices without effect]: a message has one wire."""
     data, precision = strategy.data, strategy.memory.precision
     if data.gather is not None and precision is not None and precision.fp8 is not None and precision.fp8.gather:
         raise PlanError(
             f"DataPolicy(gather={data.gather!r}) with Fp8(gather=True): weights travel in fp8 already. Leave one of them "
             "away."
-        )
-    if data.reduce is not None and spec.dp_replicate > 1:
-        raise PlanError(
-            f"DataPolicy(reduce={data.reduce!r}) with dp_replicate={spec.dp_replicate}: replicas sum whole gradients. Give "
-            "dp_shard their ranks, or leave reduce away."
         )
 
 

@@ -46,9 +46,45 @@ def by_parts(tensor: Tensor, ranks: int, wire: str) -> Tensor:
     return torch.cat([rounded(part.reshape(-1), wire).view_as(part) for part in tensor.split(rows)])
 
 
-def definition(cell: Cell, policy: DataPolicy, ranks: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def by_chunks(values: Tensor, count: int, wire: str) -> Tensor:
+    """values: [N]. Rounded as a chunk of whole blocks for each of `count` replicas."""
+    return torch.cat([rounded(part, wire) for part in values.split(chunk_size(len(values), count))])
+
+
+def chunk_size(elements: int, count: int) -> int:
+    share = -(-elements // count)
+    return -(-share // BLOCK) * BLOCK
+
+
+def over_replicas(sums: list[Tensor], errors: list[Tensor], shards: int, policy: DataPolicy) -> Tensor:
+    """The two hops over the replicas. sums: of each replica; errors: of its rank of each shard, [replicas x shards], changed
+    in place."""
+    assert policy.reduce is not None
+    replicas, rows = len(sums), -(-len(sums[0]) // shards)
+    found = []
+    for shard, parts in enumerate(zip(*(each.split(rows) for each in sums), strict=True)):
+        size, given = rows * parts[0][0].numel(), parts[0].numel()
+        values = [F.pad(part.reshape(-1), (0, size - given)) for part in parts]
+        own = [errors[r * shards + shard].split(rows)[shard].reshape(-1) for r in range(replicas)]
+        if policy.feedback and shards == 1:
+            values = [value + error for value, error in zip(values, own, strict=True)]
+        sent = [by_chunks(value, replicas, policy.reduce) for value in values]
+        total = torch.stack(sent).sum(0)
+        result = by_chunks(total, replicas, policy.reduce)
+        for replica, error in enumerate(own):
+            left, chunk = values[replica] - sent[replica], chunk_size(size, replicas)
+            mine = slice(replica * chunk, (replica + 1) * chunk)
+            left[mine] += (total - result)[mine]
+            error.copy_((left[:given] + (error if shards > 1 else 0)).to(ERROR_DTYPE))
+        found.append(result[:given].view_as(parts[0]))
+    return torch.cat(found)
+
+
+def definition(
+    cell: Cell, policy: DataPolicy, replicas: int, shards: int
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and final parameters: masters are exact, ranks compute with rounded ones and send rounded gradients."""
-    masters, rounding = build(cell), build(cell)
+    masters, rounding, ranks = build(cell), build(cell), replicas * shards
     named, copies = dict(masters.named_parameters()), dict(rounding.named_parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -63,8 +99,9 @@ def definition(cell: Cell, policy: DataPolicy, ranks: int) -> tuple[list[float],
     for batch in batches(cell):
         with torch.no_grad():
             for name, param in named.items():
-                copies[name].copy_(by_parts(param, ranks, policy.gather) if policy.gather else param)
-                param.grad = torch.zeros_like(param)
+                rounds = policy.gather is not None and shards > 1
+                copies[name].copy_(by_parts(param, shards, str(policy.gather)) if rounds else param)
+        sums = {name: [torch.zeros_like(param) for _ in range(replicas)] for name, param in named.items()}
         tokens, total = int((batch["labels"] != -100).sum()), 0.0
         of_ranks = [{key: value.tensor_split(ranks)[rank] for key, value in batch.items()} for rank in range(ranks)]
         for microbatch in range(cell.microbatches):
@@ -81,13 +118,16 @@ def definition(cell: Cell, policy: DataPolicy, ranks: int) -> tuple[list[float],
                 for name, param in named.items():
                     grad = copies[name].grad
                     grad = torch.zeros_like(param) if grad is None else grad.clone()
-                    if policy.reduce is not None:
+                    if policy.reduce is not None and shards > 1:
                         grad += errors[rank, name] if policy.feedback else 0
-                        sent = by_parts(grad, ranks, policy.reduce)
+                        sent = by_parts(grad, shards, policy.reduce)
                         errors[rank, name] = (grad - sent).to(ERROR_DTYPE).double()
                         grad = sent
-                    assert param.grad is not None
-                    param.grad += grad
+                    sums[name][rank // shards] += grad
+        for name, param in named.items():
+            param.grad = torch.stack(sums[name]).sum(0)
+            if replicas > 1 and policy.reduce is not None:
+                param.grad = over_replicas(sums[name], [errors[rank, name] for rank in range(ranks)], shards, policy)
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(masters.parameters(), MAX_NORM)))
         optimizer.step()
@@ -97,7 +137,9 @@ def definition(cell: Cell, policy: DataPolicy, ranks: int) -> tuple[list[float],
 def against_definition(cell: Cell, policy: DataPolicy) -> float:
     """The largest difference of a loss, a norm or a parameter."""
     run = start(cell, data=policy)
-    losses, norms, parameters = computed_once(definition, cell, policy, run.mesh.data_ranks)
+    losses, norms, parameters = computed_once(
+        definition, cell, policy, run.mesh.spec.dp_replicate, run.mesh.spec.dp_shard
+    )
     optimizer, found = mk.adamw(run, **ADAM), []
     for step, batch in enumerate(batches(cell)):
         loss = float(run.forward_backward(own_rows(batch, run.mesh), microbatches=cell.microbatches))
@@ -115,8 +157,11 @@ def against_definition(cell: Cell, policy: DataPolicy) -> float:
         (Cell(mesh="dp_shard=4", zero=2, microbatches=3, qwen=True), DataPolicy(gather="int4", reduce="int4")),
         (Cell(mesh="dp_shard=4", recompute="full"), DataPolicy(reduce="int4", feedback=False)),
         (Cell(mesh="dp_shard=4", recompute="selective"), DataPolicy(gather="int8")),
+        (Cell(mesh="dp_replicate=2 dp_shard=2", vocab=61, microbatches=2), DataPolicy(gather="int8", reduce="int4")),
+        (Cell(mesh="dp_replicate=4", hidden_mlp=45), DataPolicy(reduce="int4")),
+        (Cell(mesh="dp_replicate=2 dp_shard=2"), DataPolicy(reduce="int8", feedback=False)),
     ],
-    ids=["uneven", "tied", "accumulated", "without feedback", "gathered alone"],
+    ids=["uneven", "tied", "accumulated", "without feedback", "gathered alone", "hsdp", "ddp", "hsdp without feedback"],
 )
 def test_a_run_equals_the_definition_in_one_process(cell: Cell, policy: DataPolicy) -> None:
     assert max(pool(4).run(against_definition, cell, policy)) < TOL_FP64
@@ -216,8 +261,9 @@ def copies_differ(cell: Cell) -> list[str]:
     return wrong
 
 
-def test_ranks_of_tp_that_hold_a_parameter_alike_still_do() -> None:
-    assert pool(4).run(copies_differ, MIXED) == [[]] * 4
+@pytest.mark.parametrize("mesh", ["dp_shard=2 tp=2", "dp_replicate=2 tp=2"])
+def test_ranks_of_tp_that_hold_a_parameter_alike_still_do(mesh: str) -> None:
+    assert pool(4).run(copies_differ, replace(MIXED, mesh=mesh)) == [[]] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------------- checkpoints
@@ -228,6 +274,8 @@ RESUMED = [
     Cell(mesh="dp_shard=4 ep=2", layers=3, moe=Moe(experts=6)),
     Cell(mesh="pp=2 dp_shard=2", layers=4, tied=True, microbatches=2),
     Cell(mesh="dp_shard=2 cp=2", dtype="float32", bf16=True),
+    Cell(mesh="dp_replicate=2 dp_shard=2", vocab=61),
+    Cell(mesh="dp_replicate=2 tp=2", vocab=61, hidden_mlp=45, heads=(9, 3)),
 ]
 
 
@@ -293,7 +341,12 @@ def resharded(meshes: tuple[str, str], folder: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "meshes", [("dp_shard=4", "dp_shard=2 tp=2"), ("dp_shard=2 tp=2", "dp_shard=4"), ("dp_shard=4", "dp_shard=2 cp=2")]
+    "meshes",
+    [
+        ("dp_shard=4", "dp_shard=2 tp=2"),
+        ("dp_shard=2 tp=2", "dp_shard=4"),
+        ("dp_replicate=4", "dp_replicate=2 dp_shard=2"),
+    ],
 )
 def test_other_data_ranks_keep_all_that_was_rounded_away(meshes: tuple[str, str], tmp_path: Path) -> None:
     assert max(pool(4).run(resharded, meshes, str(tmp_path))) < 2**-7  # sums are rounded to bf16

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -294,15 +295,36 @@ def unit_parameters(module: FSDPModule) -> list[UnitParameter]:
     ]
 
 
-def note_reductions(module: FSDPModule, note: Callable[[list[int]], None]) -> None:
+class _NoReplicas(ProcessGroup):
+    """A group over which nothing is summed."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> None:  # type: ignore[override]  # nothing to wait for
+        pass
+
+
+def note_reductions(
+    module: FSDPModule, note: Callable[[list[int]], None], replicas: Callable[[Tensor], None] | None
+) -> None:
     """Before this unit's gradients are reduced, call `note` with the places in `unit_parameters` of those that there are.
 
+    replicas: sums what was reduced over replicas, in place, where FSDP would with an all-reduce; None leaves it to FSDP.
     Private: FSDPParamGroup.post_backward and, with 2.15, _take_unsharded_grads_to_reduce: what is called to reduce gets one
-    flat tensor and is not told whose gradients are in it. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    flat tensor and is not told whose gradients are in it; and _all_reduce_process_group: the public all-reduce hook comes
+    after FSDP's own all-reduce, and there is none in its place. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
     takes = hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
+    nobody = None if replicas is None else _NoReplicas()
+    if replicas is not None:
+        module.set_all_reduce_hook(replicas)
 
     class Noting(FSDPParamGroup):
+        @property
+        def _all_reduce_process_group(self) -> ProcessGroup:
+            return super()._all_reduce_process_group if nobody is None else nobody
+
         def post_backward(self, *unused: Any) -> None:
             if not takes:
                 note([place for place, param in enumerate(self.fsdp_params) if not _lacks_gradient(param)])

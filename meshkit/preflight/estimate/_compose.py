@@ -174,7 +174,8 @@ def compose(
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
     Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and `Composed.within` says which.
     Offloaded activations, an optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
-    rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result says why.
+    rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result
+    says why.
     Raises: as `estimate` does.
     """
     count = microbatches or resolved.strategy.microbatches or 1

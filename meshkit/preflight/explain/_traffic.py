@@ -20,7 +20,7 @@ from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.heads import attention_heads
-from meshkit.parallel.wires import gathered_bytes, reduced_bytes
+from meshkit.parallel.wires import gathered_bytes, reduced_bytes, replica_bytes
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 
@@ -141,12 +141,12 @@ def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _UnitBytes:
     """gathered: the result of an all-gather. reduced: the input of a reduce-scatter, or with a quantized wire what leaves the
-    rank for an all-to-all. part: of the gradients, in the dtype of reduction, what a rank has after it.
+    rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that which is left of it.
     """
 
     gathered: int
     reduced: int
-    part: int
+    replicas: tuple[tuple[str, int], ...]
 
 
 def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitBytes, microbatches: int) -> None:
@@ -164,7 +164,8 @@ def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitB
         log.add(axis, op, sizes.reduced, "gradients, backward", reductions, module=unit.name)
     if rank_model.spec.dp_replicate > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
-        log.add("dp_replicate", "all_reduce", sizes.part, "gradients, backward", module=unit.name)
+        for op, size in sizes.replicas:
+            log.add("dp_replicate", op, size, "gradients, backward", module=unit.name)
 
 
 def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitBytes:
@@ -174,15 +175,18 @@ def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitByt
     _, shards, _ = rank_model.sharded_over(params[0])
     policy, trained = rank_model.resolved.strategy.data, [param for param in params if param.trains]
     part = sum(_part(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in trained)
+    parts, replicas = [_part(param, shards) for param in trained], rank_model.spec.dp_replicate
     sent = [
         (_part(param, shards), torch.uint8 if param.fp8 else _gathered_dtype(rank_model, param)) for param in params
     ]
+    gathered = gathered_bytes(sent, policy.gather) * shards
+    if policy.reduce is None:
+        return _UnitBytes(gathered=gathered, reduced=part * shards, replicas=(("all_reduce", part),))
+    chunk = replica_bytes(parts, replicas, policy.reduce)
     return _UnitBytes(
-        gathered=gathered_bytes(sent, policy.gather) * shards,
-        reduced=part * shards
-        if policy.reduce is None
-        else reduced_bytes([_part(param, shards) for param in trained], policy.reduce) * (shards - 1),
-        part=part,
+        gathered=gathered,
+        reduced=reduced_bytes(parts, policy.reduce) * (shards - 1),
+        replicas=(("all_to_all", chunk * (replicas - 1)), ("all_gather", chunk * replicas)),
     )
 
 

@@ -121,6 +121,8 @@ WIRE_CELLS = [
     Cell(mesh="dp_shard=4", microbatches=2, data=WIRES, vocab=61, hidden_mlp=45),
     Cell(mesh="dp_shard=4", zero=1, microbatches=2, data=mk.strategy.DataPolicy(gather="int4")),
     Cell(mesh="dp_replicate=2 dp_shard=2", tied=True, data=mk.strategy.DataPolicy(gather="fp8")),
+    Cell(mesh="dp_replicate=2 dp_shard=2", microbatches=2, vocab=61, data=WIRES),
+    Cell(mesh="dp_replicate=4", microbatches=2, data=WIRES),
     Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="full", dtype="float32", bf16=True, qwen=True, data=WIRES),
     Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, tied=True, data=WIRES),
     Cell(mesh="dp_shard=2 cp=2", documents=True, zero=2, microbatches=2, data=WIRES),
