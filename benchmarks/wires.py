@@ -27,7 +27,7 @@ from meshkit.strategy import DataPolicy
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "slow_links.jsonl"
-RANKS, ROWS, TOKENS, HELD_OUT_ROWS, LR = 4, 16, 64, 256, 3e-3
+RANKS, ROWS, TOKENS, HELD_OUT_ROWS, LR = 4, 32, 64, 256, 1e-3
 CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=64,
@@ -104,6 +104,8 @@ def train(name: str, *, seed: int, steps: int) -> dict[str, Any]:
         "mesh": f"dp_shard={RANKS}",
         "steps": steps,
         "seed": seed,
+        "lr": LR,
+        "global_batch": ROWS,
         "held_out_nats_per_byte": round(float(total), 4),
         "bytes_a_step": bytes_a_step(POLICIES[name]),
         "took_s": round(time.monotonic() - began),
