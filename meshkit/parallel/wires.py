@@ -240,8 +240,8 @@ class _Reduction(_Unit):
         working = _working(input_tensor.dtype)
         sent = _padded(input_tensor.view(self._shards, -1).split(sizes, dim=1), working)
         errors = [self._errors_of(each) for each in parameters] if self._feedback else []
-        if errors:
-            torch._foreach_add_(_unpadded(sent, sizes), errors)
+        for error, part in zip(errors, _unpadded(sent, sizes), strict=False):  # none without feedback
+            part.add_(error)
         message = self._encoded(sent)
         if errors:
             sent -= self._decoded(message, working)
