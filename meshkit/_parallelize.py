@@ -138,9 +138,7 @@ def execute(model: nn.Module, mesh: Mesh, resolved: Resolved) -> Run:
         model.register_forward_pre_hook(guard, with_kwargs=True)
     register_modules(model, [] if resolved.strategy.compile else blocks)
     run = Run(model=model, mesh=mesh, resolved=resolved, pipeline=pipeline_of(model), offload=offload_of(model))
-    run.later = LaterChanges(
-        model, data_ranks=mesh.tokens.size() > 1, sequence=sequence, stages=resolved.cut is not None
-    )
+    run.later = LaterChanges(model, mesh, sequence=sequence)
     run.old = OldParameters(model, before)
     look_at_optimizers(model, before)
     compare_optimizers(run)

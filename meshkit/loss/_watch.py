@@ -33,9 +33,9 @@ class LossWatch:
     """A loss that looks at what it returns, for the first step of a loss function.
 
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
-    on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. mixes: this rank has seen
-    that the loss of a batch is not the sum of those of its rows; tokens: what it is of those of parts of a row's tokens,
-    "sum", "between" or "neither". Both travel with the means.
+    on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. rows, tokens: what this rank
+    has seen the loss of a batch to be of those of parts of its rows, and of parts of a row's tokens: "sum", "between" as a
+    mean is, or "neither". Both travel with the means. what: the call, of which the errors speak.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class LossWatch:
         count: Callable[..., Tensor],
         device: torch.device,
         *,
-        mixes: bool = False,
+        what: str = "forward_backward",
+        rows: str | None = None,
         tokens: str | None = None,
     ) -> None:
-        self.func, self._count = func, count
-        seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if mixes else 0.0
+        self.func, self.count, self.what = func, count, what
+        self._between = "between" in (rows, tokens)
+        seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else 0.0
         self.means = torch.full((), seen, dtype=torch.float64, device=device)
         self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False
@@ -60,13 +62,18 @@ class LossWatch:
             self._look(loss, part)
         return loss
 
+    def look_without_graph(self) -> None:
+        """In place of a call, where there are no gradients: whether it is a mean was tried alone."""
+        self.excluded = not self._between
+        self.means += float(self._between)
+
     def _look(self, loss: Any, part: Any) -> None:
         node = _torch.graph_node(loss) if isinstance(loss, Tensor) and not _torch.is_fake(loss) else None
         self._leaves |= {} if node is None else {id(leaf): ref(leaf) for leaf in _torch.leaves_of(loss)}
         if node is not None and _is_mean(node):
             self.means += 1
         elif node is not None and (divisors := _divisors(node)):
-            is_mean = prod(divisors[1:], start=divisors[0]).double() == self._count(part).double().clamp(min=1)
+            is_mean = prod(divisors[1:], start=divisors[0]).double() == self.count(part).double().clamp(min=1)
             self.means += torch.where(is_mean, 1.0, self._of_no_mean)
         else:
             self.excluded = True
@@ -97,21 +104,21 @@ class LossWatch:
         parts = microbatches * ranks
         if bool(means >= _MIXES_TOKENS):
             raise PlanError(
-                f"forward_backward: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: "
+                f"{self.what}: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: "
                 "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
                 "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
                 "of its last token, or of its sum, is another for each split), or use cp=1."
             )
         if bool(means >= _MIXES):
             raise PlanError(
-                f"forward_backward: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "
+                f"{self.what}: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "
                 "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. "
                 "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
                 "each split), or use one data rank and microbatches=1."
             )
-        if not self.excluded and bool((means == parts) & (counted > parts)):
+        if not self.excluded and bool(((means == parts) & (counted > parts)).any()):
             raise PlanError(
-                f"forward_backward: the loss {self._name!r} is a mean already, and would be divided again by count, which is "
+                f"{self.what}: the loss {self._name!r} is a mean already, and would be divided again by count, which is "
                 f"{counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "
                 "(reduction='sum'); or, if the parts are of one size, count each as one "
                 f"(count=lambda batch: torch.tensor({parts // data_ranks}))."

@@ -1,5 +1,5 @@
 """Changes of a model after it was split that ranks would lose: parameters that are made or replaced, values assigned by
-`.data`, and hooks that are put on gradients."""
+`.data`, hooks that are put on gradients, and graphs of the whole model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
 from meshkit.core.code import is_ours
+from meshkit.mesh import Mesh
 
 # [Note: values assigned by `.data`]
 # A DTensor is a wrapper around this rank's shard, with a storage of its own that nothing reads. `param.data = values` puts
@@ -42,14 +43,12 @@ class _Slot:
 class LaterChanges:
     """A model as it was split, to look before each step at what has changed since.
 
-    data_ranks: whether other ranks have other tokens. sequence: whether ranks of tp have other tokens inside of blocks.
-    stages: whether there are several.
+    sequence: whether ranks of tp have other tokens inside of blocks.
     """
 
     model: nn.Module
-    data_ranks: bool
+    mesh: Mesh
     sequence: bool
-    stages: bool
     _slots: WeakKeyDictionary[nn.Module, dict[str, _Slot]] = field(init=False)
     _fsdp: bool = field(init=False)
 
@@ -63,8 +62,16 @@ class LaterChanges:
         """Why a step, or with None an evaluation, would not be that of one device; empty where it would.
 
         For values that were assigned to a shard's `.data`; in a step also for a trained parameter of whose gradient each rank
-        would have a part, or which is in the place of a shard, and for a hook that would get a part of a gradient.
+        would have a part, or which is in the place of a shard, and for a hook that would get a part of a gradient; and for a
+        whole model that was compiled.
         """
+        axis = next((axis for axis in ("tp", "pp") if self.mesh[axis].size() > 1), None)
+        if axis is not None and _torch.is_compiled(self.model):
+            return (
+                f"the model was compiled as a whole after parallelize, but on {axis} no graph holds what ranks do around its "
+                "forward. Give parallelize compile=True, which compiles its blocks, or compile those: for name in "
+                "run.blocks: run.model.get_submodule(name).compile()."
+            )
         for name, module in self.model.named_modules():
             known = self._slots.get(module, {})
             for key, param in module._parameters.items():
@@ -99,7 +106,7 @@ class LaterChanges:
         # Under FSDP a gathered parameter may be in the place of its shard; at what else is, a unit looks before it gathers.
         if slot is not None and (self._fsdp or param is slot.param):
             return ""
-        if self.data_ranks:
+        if self.mesh.tokens.size() > 1:
             why = "no data rank sums its gradient with the others"
         elif self.sequence:
             why = "with sequence parallelism no rank of tp sums its gradient with the others"
@@ -113,11 +120,11 @@ class LaterChanges:
         if not _has_hooks(param):
             return ""
         # FSDP runs hooks of the other kind, on shards of what it has reduced.
-        if self.data_ranks and (param._backward_hooks or not isinstance(param, DTensor)):
+        if self.mesh.tokens.size() > 1 and (param._backward_hooks or not isinstance(param, DTensor)):
             why = "there it is a shard, whose hooks do not run in backward"
         elif microbatches > 1:
             why = "backward would run it in each microbatch, on a part of the step's gradient"
-        elif self.stages:
+        elif self.mesh["pp"].size() > 1:
             why = "with pp, gradients of stages that share it are added after backward"
         else:
             return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ _DTYPES = ((torch.float64, 1e-8), (torch.float32, 1e-4))  # some models compute 
 _SCALE = 0.1  # of random numbers: gates neither close nor open for all
 
 Returned = list[Tensor]
-Judge = Callable[[list[Returned], float], "bool | None"]
+OfParts = Literal["sum", "between", "neither"]
+Verdict = TypeVar("Verdict")
 
 
 def mixes_rows(model: nn.Module, example: Example) -> bool | None:
@@ -42,13 +43,14 @@ def mixes_rows(model: nn.Module, example: Example) -> bool | None:
     None where that is not shown: of a large model, one that draws random numbers beside dropout, one whose forward raises
     on random values, and one that returns no tensor with rows.
     """
-    return _tried(model, example, _forward, _keeps_rows)
+    verdicts = _tried(model, example, _forward, _keeps_rows)
+    return False in verdicts if verdicts else None
 
 
-def mixes_in_loss(
+def loss_of_rows(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor]
-) -> bool | None:
-    """Whether the loss of a batch is not the sum of those of its parts, nor their mean, which is another matter. loss: is
+) -> OfParts | None:
+    """What the loss of a batch is of those of its rows' parts: their sum, or between them, as a mean is, or neither. loss: is
     called some times, on copies of the model, as in `mixes_rows`.
 
     None where that is not shown: also of a loss that may change something, as what it logs to, or that has other models.
@@ -61,7 +63,8 @@ def mixes_in_loss(
         with Replaced(held, next(args[0].parameters()).dtype):
             return loss(*args)
 
-    return _tried(model, Example((dict(batch),)), call, _adds_up)
+    verdicts = _tried(model, Example((dict(batch),)), call, _of_parts)
+    return next((verdict for verdict in ("neither", "between", "sum") if verdict in verdicts), None)
 
 
 def held_by(loss: Callable[[nn.Module, Any], Tensor]) -> list[Tensor] | None:
@@ -77,24 +80,31 @@ def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return getattr(output, "logits", output)
 
 
-def _tried(model: nn.Module, example: Example, call: Callable[..., Any], holds: Judge) -> bool | None:
-    """holds: of what is returned for all rows, all again and each half, and of a tolerance; None where that says nothing."""
+def _tried(
+    model: nn.Module,
+    example: Example,
+    call: Callable[..., Any],
+    judge: Callable[[list[Returned], float], Verdict | None],
+) -> list[Verdict]:
+    """What `judge` says of several draws. It gets what is returned for all rows, all again and each half, and a tolerance;
+    its None says nothing."""
     leaves = _torch.tree_leaves((example.args, dict(example.kwargs)))
     rows = next((leaf.shape[0] for leaf in leaves if _has_rows(leaf)), 0)
     taken = max((leaf.numel() * ROWS // rows for leaf in leaves if rows and _has_rows(leaf)), default=0)
     work = taken * sum(param.numel() for param in model.parameters())
     if not rows or work > _MOST:
-        return None
+        return []
     with _torch.without_modes():  # an estimate's would let tensors have no values
         for dtype, tolerance in _DTYPES:
-            verdicts = list[bool | None]()
+            verdicts = list[Verdict]()
             for seed in range(_DRAWS if work < _FEW else 1):
                 if (returned := _run(model, example, rows, call, dtype, seed)) is None:
                     break
-                verdicts.append(holds(returned, tolerance))
-            if any(verdict is not None for verdict in verdicts):
-                return False in verdicts
-        return None
+                if (verdict := judge(returned, tolerance)) is not None:
+                    verdicts.append(verdict)
+            if verdicts:
+                return verdicts
+        return []
 
 
 def _run(
@@ -158,8 +168,8 @@ def _keeps_rows(returned: list[Returned], tolerance: float) -> bool | None:
     return any(kept) if kept else None
 
 
-def _adds_up(returned: list[Returned], tolerance: float) -> bool | None:
-    """Whether a loss is the sum of its parts', or between them, as a mean is; None where two calls differ."""
+def _of_parts(returned: list[Returned], tolerance: float) -> OfParts | None:
+    """None where two calls differ."""
     if any(len(each) != 1 or each[0].numel() != 1 for each in returned):
         return None
     every, again, one, other = (float(each[0]) for each in returned)
@@ -167,7 +177,9 @@ def _adds_up(returned: list[Returned], tolerance: float) -> bool | None:
         return None
     least, most = sorted((one, other))
     allowed = tolerance * max(1.0, abs(every), abs(one), abs(other))
-    return abs(one + other - every) <= allowed or least - allowed <= every <= most + allowed
+    if abs(one + other - every) <= allowed:
+        return "sum"
+    return "between" if least - allowed <= every <= most + allowed else "neither"
 
 
 def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:

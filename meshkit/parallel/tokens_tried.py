@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,18 @@ from meshkit.core.noting import AnyMask
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.loss import IGNORED
-from meshkit.parallel.rows_tried import Replaced, held_by
+from meshkit.parallel.rows_tried import OfParts, Replaced, held_by
 from meshkit.program import TensorRef, trace, without_values
 
 _ROWS, _TOKENS, _FEWEST = 2, 16, 4
 _DRAWS = 2  # of outputs
 _TOLERANCE = 1e-4  # losses compute in fp32; one that mixes tokens differs in its first digits
-OfTokens = Literal["sum", "between", "neither"]
 _GIVEN = ("mask", "position_ids")  # by `split_batch`, to a loss on cp
 
 
 def loss_of_tokens(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor]
-) -> OfTokens | None:
+) -> OfParts | None:
     """What the loss of a batch is of those of its tokens' parts: their sum, or between them, as a mean is, or neither. loss:
     is called some times, on what stands for the model.
 
@@ -68,7 +67,7 @@ def _cut(x: Tensor, rows: int, tokens: int, columns: Tensor) -> Tensor:
 
 def _tried(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], part: dict[str, Tensor], seed: int, *, given: bool
-) -> OfTokens | None:
+) -> OfParts | None:
     rows, tokens = part["input_ids"].shape
     outputs = _Outputs(model, torch.Generator().manual_seed(seed), given=given)
     found = []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshkit.core.code import code_of, is_ours
+from meshkit.core.code import code_of
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.core.to_device import to_device
@@ -34,15 +34,14 @@ from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.parallel.rows import RowsGuard
-from meshkit.parallel.rows_tried import mixes_in_loss
 from meshkit.parallel.same_units import SameUnits
 from meshkit.parallel.state_writes import StateGuard, StateWatch
-from meshkit.parallel.tokens_tried import loss_of_tokens
 from meshkit.plan import Plan
 from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
+from meshkit.step._new_losses import NewLosses
 from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
 from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
@@ -85,7 +84,6 @@ class Run:
     later: LaterChanges | None = None  # of the model, since it was split
     old: OldParameters | None = None  # that something beside the model still holds
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
-    watched: set[Any] = field(default_factory=set)  # code of losses and counts that have had a step
     watcher: StepWatch | None = None  # of microbatches and gradients
     mover: Mover | None = None
 
@@ -93,6 +91,10 @@ class Run:
     def strategy(self) -> Strategy:
         """The choices of the run; `explain`, `estimate` and `check` take it too."""
         return self.resolved.strategy
+
+    @cached_property
+    def _losses(self) -> NewLosses:
+        return NewLosses(self.resolved.program.model, self.mesh)
 
     @property
     def plan(self) -> Plan:
@@ -160,7 +162,7 @@ class Run:
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
-        watch = self._watch(batch, microbatches, loss, count, mask)
+        watch = self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
         if self.old is not None:
@@ -211,9 +213,7 @@ class Run:
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
         self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
         if watch is not None:
-            ranks = self.mesh.tokens.size()
-            watch.settle(means, tokens, microbatches=microbatches, ranks=ranks, data_ranks=self.mesh.data_ranks)
-            self.watched.add(_codes(loss, count))
+            self._losses.settle(watch, means, tokens, microbatches=microbatches)
         if self.watcher is not None:
             self.watcher.reduced()
             if repeated is not None and watch is None:  # the watch of a new loss runs it in another way
@@ -252,19 +252,6 @@ class Run:
             last_step = self.offload.last_step
             self.offload.end_step()
             self.offload.last_step = last_step
-
-    def _watch(
-        self, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
-    ) -> LossWatch | None:
-        """In the first step of a loss with a count."""
-        if _codes(loss, count) in self.watched:
-            return None
-        parts = microbatches * self.mesh.data_ranks
-        tried = parts > 1 and mask is None and not is_ours(loss)
-        mixes = tried and mixes_in_loss(self.resolved.program.model, loss, batch) is True
-        parted = self.mesh["cp"].size() > 1 and not is_ours(loss)
-        tokens = loss_of_tokens(self.resolved.program.model, loss, batch) if parted else None
-        return LossWatch(loss, count, self.mesh.device, mixes=mixes, tokens=tokens)
 
     def _begin(
         self,
@@ -433,8 +420,15 @@ class Run:
         count: Count = count_labels,
         mask: Mask | Sequence[Mask] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank."""
+        """(summed loss, valid tokens) of the batch over all ranks, without gradients; same on every rank.
+
+        loss(model, batch) is a sum, and count(batch) what it is over, as in `forward_backward`; both may be several.
+        Raises: AgreementError, on every rank, where they are given other rows or losses; PlanError, on every rank, in the
+        first evaluation by a loss that is seen to be a mean already, or to mix rows, or on cp tokens.
+        Wire: two all-reduces of a few numbers over the mesh, and what the forward sends.
+        """
         counted = self._begin("evaluate", batch, loss, count, mask)
+        watch = self._losses.watch("evaluate", batch, 1, loss, count, mask)
         training = self.model.training
         self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)
@@ -452,9 +446,16 @@ class Run:
                 "it. Return a scalar, or use a mesh without pp."
             )
         local = local if self.mesh.is_first("tp") else torch.zeros_like(local)
+        means = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        if watch is not None and self.mesh.is_first("tp", "pp"):
+            watch.look_without_graph()
+            means = watch.means
         if local.ndim:
-            return self._sum_over_mesh(local), counted
-        (summed,) = self.mesh.agreement.meet("the end of evaluate", local)
+            summed, means = self._sum_over_mesh(local), means if watch is None else self._sum_over_mesh(means)
+        else:
+            summed, means = self.mesh.agreement.meet("the end of evaluate", local, means)
+        if watch is not None:
+            self._losses.settle(watch, means, counted, microbatches=1)
         return summed, counted
 
     @torch.no_grad()
@@ -504,10 +505,6 @@ class Run:
 
     def _to_device(self, value: Any) -> Any:
         return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
-
-
-def _codes(loss: Loss, count: Count) -> tuple[Any, Any]:
-    return code_of(loss), code_of(count)
 
 
 def _name(function: Any) -> str:

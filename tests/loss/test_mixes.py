@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.code import held_tensors
 from meshkit.errors import PlanError
-from meshkit.parallel.rows_tried import mixes_in_loss
+from meshkit.parallel.rows_tried import loss_of_rows
 from tests.loss.test_mean import items, module, per_item, rows_of, run_of, whole
 from tests.world import pool
 
@@ -48,13 +48,13 @@ def of(reduce: Reduce) -> Callable[[nn.Module, Any], Tensor]:
 
 @pytest.mark.parametrize("name", MIXES)
 def test_the_loss_of_all_rows_is_not_the_sum_of_those_of_its_parts(name: str) -> None:
-    assert mixes_in_loss(module(), of(MIXES[name]), whole(6)) is True
-    assert mixes_in_loss(module().to("meta"), of(MIXES[name]), whole(3)) is True
+    assert loss_of_rows(module(), of(MIXES[name]), whole(6)) == "neither"
+    assert loss_of_rows(module().to("meta"), of(MIXES[name]), whole(3)) == "neither"
 
 
-@pytest.mark.parametrize(("name", "said"), [("cross-entropy", False), ("weighted", False), ("noise", None)])
-def test_a_loss_of_each_row_adds_up(name: str, said: bool | None) -> None:
-    assert mixes_in_loss(module(), of(KEEPS[name]), whole(6)) is said
+@pytest.mark.parametrize(("name", "said"), [("cross-entropy", "sum"), ("weighted", "sum"), ("noise", None)])
+def test_a_loss_of_each_row_adds_up(name: str, said: str | None) -> None:
+    assert loss_of_rows(module(), of(KEEPS[name]), whole(6)) == said
 
 
 class Auxiliary(nn.Module):
@@ -77,7 +77,7 @@ def both(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
 def first_steps(mesh: str, microbatches: int) -> dict[str, str]:
     run, found = run_of(mesh), {}
     for name, reduce in {**MIXES, **KEEPS}.items():
-        run.watched.clear()  # these losses have one code
+        run._losses.known.clear()  # these losses have one code
         try:
             run.forward_backward(rows_of(run, 8), microbatches=microbatches, loss=of(reduce), count=items)
         except PlanError as error:
@@ -95,6 +95,32 @@ def test_a_loss_that_mixes_rows_is_refused_in_its_first_step(mesh: str, microbat
     for found in pool(2).run(first_steps, mesh, microbatches):
         assert {*found} == {*MIXES, "an auxiliary loss that the model returns"}
         assert all(REFUSED in text for text in found.values())
+
+
+MEANS: dict[str, Reduce] = {
+    "mean": F.cross_entropy,
+    "of rows' means": lambda out, y: torch.stack([row.square().mean() for row in out]).mean(),
+}
+
+
+def evaluations(mesh: str) -> dict[str, str]:
+    run, found = run_of(mesh), {}
+    for name, reduce in {**MIXES, **KEEPS, **MEANS}.items():
+        run._losses.known.clear()
+        try:
+            run.evaluate(rows_of(run, 8), loss=of(reduce), count=items)
+        except PlanError as error:
+            found[name] = str(error)
+        run.evaluate(rows_of(run, 8), loss=of(KEEPS["cross-entropy"]), count=lambda part: torch.tensor([8.0, 1.0]))
+    return found
+
+
+def test_an_evaluation_refuses_them_too_and_means() -> None:
+    for found in pool(2).run(evaluations, "dp_shard=2"):
+        assert {*found} == {*MIXES, *MEANS}
+        assert all(f"evaluate: the loss 'loss' {REFUSED}" in found[name] for name in MIXES)
+        assert all("evaluate: the loss 'loss' is a mean already" in found[name] for name in MEANS)
+    assert pool(2).run(evaluations, "tp=2") == [{}, {}]
 
 
 def test_on_one_data_rank_all_rows_are_there() -> None:
@@ -183,7 +209,7 @@ def test_a_loss_that_may_have_effects_or_runs_other_models_is_not_called_once_mo
         of_another_room(_TEACHER),
     ):
         assert held_tensors(loss) is None
-        assert mixes_in_loss(module(), loss, whole(6)) is None
+        assert loss_of_rows(module(), loss, whole(6)) is None
     assert SEEN == []
     for loss in (weighs, partial(weighs), lambda m, p: weighs(m, p), of(MIXES["contrastive"]), both):
         assert held_tensors(loss) == []
@@ -233,9 +259,9 @@ HELD_KEEPS = (weighted_sum, Weighted(_WEIGHTS, False), sums_up)
 
 def test_a_loss_with_tensors_of_its_own_is_tried_with_copies_of_them() -> None:
     for loss in HELD_MIXES:
-        assert mixes_in_loss(module(), loss, whole(6)) is True
+        assert loss_of_rows(module(), loss, whole(6)) == "neither"
     for loss in HELD_KEEPS:
-        assert mixes_in_loss(module(), loss, whole(6)) is False
+        assert loss_of_rows(module(), loss, whole(6)) == "sum"
     assert torch.equal(_WEIGHTS, torch.linspace(0.5, 2.0, 5, dtype=torch.float64))
     assert float(_SUMS) == 0
 

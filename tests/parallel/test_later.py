@@ -159,6 +159,17 @@ def test_a_hook_that_each_microbatch_would_run_is_refused(change: Callable[[Any]
         assert said in str(text)  # on pp one stage has the parameter, and all ranks say so
 
 
+def compiled(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_a_whole_model_that_is_compiled_is_refused_where_ranks_do_more_around_its_forward(mesh: str) -> None:
+    for text in pool(2).run(changed, compiled, mesh):
+        assert "the model was compiled as a whole after parallelize, but on" in str(text)
+        assert "compile=True, which compiles its blocks" in str(text)
+
+
 def norm_replaced(model: Any) -> None:
     model.layers[0].norm1 = nn.LayerNorm(decoders.WIDTH).double()
 

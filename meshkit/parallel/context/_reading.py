@@ -243,12 +243,28 @@ class Reader:
             try:
                 self._prove_again(doors, call)
             except PlanError as error:
-                if "attention_mask" in call.given and self._is_proved(doors, _unmasked(call)):
-                    raise PlanError(
-                        f"{error} Without the batch's attention_mask it can be: leave it away where it hides nothing, or "
-                        f"only padding that comes last and has label {IGNORED}."
-                    ) from error
+                for other, advice in self._nearby(call):
+                    if self._is_proved(doors, other):
+                        raise PlanError(f"{error} {advice}") from error
                 raise
+
+    def _nearby(self, call: Call) -> Iterator[tuple[Call, str]]:
+        """Calls that may be split where this one is not, and what to change for them."""
+        if "attention_mask" in call.given:
+            yield (
+                _unmasked(call),
+                "Without the batch's attention_mask it can be: leave it away where it hides nothing, or only padding that "
+                f"comes last and has label {IGNORED}.",
+            )
+        ids = next((leaf for leaf in _torch.tree_leaves(call.args) if getattr(leaf, "ndim", 0) > 1), None)
+        takes = "position_ids" in inspect.signature(self.program.model.forward).parameters
+        if ids is not None and takes and len(call.args) == 1 and "position_ids" not in call.kwargs:
+            positions = torch.empty(ids.shape[:2], dtype=torch.int64, device="meta")
+            yield (
+                replace(call, kwargs={**call.kwargs, "position_ids": positions}),
+                "With the positions of its tokens it can be: let the loss hand on position_ids=part['position_ids'] to the "
+                "model where the part has them, as it does with mask.",
+            )
 
     def _is_proved(self, doors: Doors, call: Call) -> bool:
         try:

@@ -80,6 +80,12 @@ def by_place(model: nn.Module, part: Part) -> Tensor:
     return (losses * torch.arange(losses.shape[1])).sum()
 
 
+def without_positions(model: nn.Module, part: Part) -> Tensor:
+    """Right on one device, which counts the tokens by itself."""
+    given = {"mask": part["mask"]} if "mask" in part else {}
+    return F.cross_entropy(model(part["input_ids"], **given).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+
+
 # Of which nothing is known.
 
 
@@ -117,7 +123,9 @@ def error_of(loss: Callable[[nn.Module, Part], Tensor]) -> float:
     gradients = {name: param.grad for name, param in one.named_parameters()}
     model, _ = model_and_batch()
     run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    total, counted = run.evaluate(batch, loss=loss, count=valid)
     found = run.forward_backward(batch, loss=loss, count=valid, microbatches=2)
+    assert abs(float(total / counted - found.detach())) <= TOL
     errors = [float((full_tensor(p.grad) - gradients[name]).abs().max()) for name, p in run.named_parameters()]
     return max(abs(float(found.detach()) - float(expected.detach())), *errors)
 
@@ -136,6 +144,9 @@ def said_of(loss: Callable[[nn.Module, Part], Tensor], transformers: bool) -> st
     run = mk.parallelize(model, mesh_for("cp=2"), plan=plan)
     with pytest.raises(PlanError) as error:
         run.forward_backward(batch, loss=loss, count=rows)
+    with pytest.raises(PlanError) as evaluation:
+        run.evaluate(batch, loss=loss, count=rows)
+    assert str(evaluation.value) == str(error.value).replace("forward_backward", "evaluate")
     return str(error.value)
 
 
@@ -146,6 +157,12 @@ def test_a_loss_that_mixes_the_tokens_of_a_row_is_refused(
     for text in pool(2).run(said_of, loss, transformers):
         assert f"the loss {loss.__name__!r} mixes the tokens of a row" in text
         assert "use cp=1" in text
+
+
+def test_a_loss_that_keeps_the_positions_of_a_rank_s_tokens_is_told_to_hand_them_on() -> None:
+    for text in pool(2).run(said_of, without_positions, False):
+        assert "OwnModel cannot be split by its tokens" in text
+        assert "let the loss hand on position_ids=part['position_ids'] to the model" in text
 
 
 def trained(loss: Callable[[nn.Module, Part], Tensor], count: int) -> float:
