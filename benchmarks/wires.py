@@ -41,6 +41,8 @@ POLICIES = {
     "exact": DataPolicy(),
     "int8-int4": DataPolicy(gather="int8", reduce="int4"),
     "int8-int4-no-feedback": DataPolicy(gather="int8", reduce="int4", feedback=False),
+    "reduce-int4": DataPolicy(reduce="int4"),
+    "reduce-int4-no-feedback": DataPolicy(reduce="int4", feedback=False),
     "int8-int8": DataPolicy(gather="int8", reduce="int8"),
     "fp8-int4": DataPolicy(gather="fp8", reduce="int4"),
     "int4-int4": DataPolicy(gather="int4", reduce="int4"),
