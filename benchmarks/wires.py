@@ -3,7 +3,8 @@
 python -m benchmarks.wires --seeds 0 1 2      # 300 steps of each policy on four ranks; rows go to results/slow_links.jsonl
 
 A Llama of 0.13M parameters learns the bytes of docs/*.md, on dp_shard=4 over gloo. All policies of a seed have its first
-values and its data. Losses are held-out nats per byte; bytes those that leave a rank on dp_shard in a step, by `explain`.
+values and its data; rows of different commits have other data. Losses are held-out nats per byte; bytes those that leave a
+rank on dp_shard in a step, by `explain`.
 """
 
 from __future__ import annotations
