@@ -48,12 +48,12 @@ def shard_units(
     model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
 ) -> None:
     """ZeRO: experts over their own ranks, then the rest; with experts, blocks are gathered ahead of the host's waits."""
-    zero, precision = resolved.zero, resolved.memory.precision
+    zero, precision, policy = resolved.zero, resolved.memory.precision, resolved.strategy.data
     keep_gathered = kept_units(blocks, units, resolved.head)
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
     for name in experts:
         # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
-        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False)
+        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False, policy=policy)
         for block in blocks:
             if name.startswith(f"{block}."):
                 gather_around(
@@ -68,6 +68,7 @@ def shard_units(
         whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
         zero=zero,
         precision=precision,
+        policy=policy,
     )
     # With pp parameters are gathered once a step, before the host waits for anything.
     if experts and resolved.cut is None:

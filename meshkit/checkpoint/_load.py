@@ -30,10 +30,13 @@ from meshkit.checkpoint._snapshot import (
 )
 from meshkit.checkpoint._state import (
     MODEL,
+    WIRES,
     dtype_name,
     full_model_tensors,
     rng_targets,
     set_rng,
+    set_wires,
+    wires_to_read,
 )
 from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_in_memory
 from meshkit.core.model_state import model_tensors
@@ -197,6 +200,7 @@ def restore(
     if optimizer is not None:
         optimizer_tensors = {key: tensor for key, tensor in targets.items() if key.startswith("optimizer.")}
         set_optimizer(optimizer, parameter_names(run.model), optimizer_tensors, saved.snapshot.facts)
+    set_wires(run.model, {key: tensor for key, tensor in targets.items() if key.startswith(WIRES)})
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     # Last, so that nothing of the load itself draws from the generators after they are set.
@@ -230,6 +234,7 @@ def _targets(
         names = parameter_names(run.model)
         wanted = optimizer_targets(optimizer, names, saved.index.tensors, saved.snapshot.facts)
         targets |= {key: target.make() for key, target in wanted.items()}
+    targets |= wires_to_read(run.model, saved.index)
     return targets | rng_targets(run.mesh.rank, run.mesh.device, saved.index)
 
 

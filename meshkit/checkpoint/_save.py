@@ -21,6 +21,7 @@ from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
 from meshkit.checkpoint._state import (
     MODEL,
+    WIRES,
     dtype_name,
     parameter_of,
     parts_to_write,
@@ -30,6 +31,7 @@ from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.core.optimizer_state import HoldsState, ParameterFacts, finish_update, optimizer_state, parameter_names
 from meshkit.errors import CheckpointError, MeshkitError
+from meshkit.parallel.wires import rounding_errors
 from meshkit.step import Run
 
 
@@ -54,6 +56,8 @@ def collect(
         tensors |= moments
         facts = {name: entry for name, entry in facts.items() if name not in copied}
     tensors = {key: tensor for key, tensor in tensors.items() if parameter_of(key) not in copied}
+    # Of copies too: each stage has rounded the gradient of its own use.
+    tensors |= {f"{WIRES}{name}": errors for name, errors in rounding_errors(run.model).items()}
     state = {
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "loader": None if loader is None else loader.state_dict(),

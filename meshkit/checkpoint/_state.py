@@ -5,6 +5,7 @@
 | `model.<name>`               | a parameter or persistent buffer; a tied one under its first name        |
 | `optimizer.<parameter>.<key>`| optimizer state, for example exp_avg                                     |
 | `rng.<rank>.<device type>`   | state of torch's global generator of that rank                           |
+| `wires.<parameter>`          | what rounding took of the gradients of each data rank (error feedback)   |
 
 What is not a tensor (options such as lr, and state that is a number) is `ParameterFacts`, by parameter too, so the
 groups of an optimizer may be cut up differently when it is loaded.
@@ -21,8 +22,10 @@ from meshkit.checkpoint._dcp import Index, Part
 from meshkit.core.model_state import full_model_of, model_tensors
 from meshkit.core.optimizer_state import OPTIMIZER, is_writer
 from meshkit.core.sharding import local_slices, local_tensor
+from meshkit.parallel.wires import rounding_errors_of, set_rounding_errors
 
 MODEL = "model."
+WIRES = "wires."
 
 
 def full_model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -61,6 +64,16 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 def rng_targets(rank: int, device: torch.device, index: Index) -> dict[str, Tensor]:
     return {key: state for key, state in rng_tensors(rank, device).items() if key in index.tensors}
+
+
+def wires_to_read(model: nn.Module, index: Index) -> dict[str, Tensor]:
+    """What to read rounding errors into: of as many data ranks as saved them. Empty without error feedback."""
+    ranks = {key.removeprefix(WIRES): shape[0] for key, (shape, _) in index.tensors.items() if key.startswith(WIRES)}
+    return {f"{WIRES}{name}": errors for name, errors in rounding_errors_of(model, ranks).items()}
+
+
+def set_wires(model: nn.Module, read: Mapping[str, Tensor]) -> None:
+    set_rounding_errors(model, {key.removeprefix(WIRES): errors for key, errors in read.items()})
 
 
 def set_rng(states: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,10 @@
-"""Block quantization of what travels (int8, int4): symmetric codes in even steps, one fp32 scale for each block.
+"""Block quantization of what travels (int8, fp8, int4): symmetric codes, one fp32 scale for each block.
 
-| wire | levels       | bytes of a block of 128 |
-|------|--------------|-------------------------|
-| int8 | -127 to 127  | 128 + 4                 |
-| int4 | -7 to 7      | 64 + 4                  |
+| wire | levels                               | bytes of a block of 128 |
+|------|--------------------------------------|-------------------------|
+| int8 | -127 to 127, in even steps           | 128 + 4                 |
+| fp8  | -448 to 448, of float8_e4m3fn        | 128 + 4                 |
+| int4 | -7 to 7, in even steps               | 64 + 4                  |
 
 A block of 128 is where the error has stopped to fall for int8 and int4 both, of Gaussian values and of those with outliers.
 """
@@ -16,16 +17,21 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-BlockWire = Literal["int8", "int4"]
+BlockWire = Literal["int8", "fp8", "int4"]
 
 BLOCK = 128
 SCALE_BYTES = 4
-LEVELS: dict[BlockWire, int] = {"int8": 127, "int4": 7}
+LEVELS: dict[BlockWire, int] = {"int8": 127, "fp8": 448, "int4": 7}
+
+
+def whole_blocks(elements: int) -> int:
+    """Elements with what pads the last block."""
+    return -(-elements // BLOCK) * BLOCK
 
 
 def quantized_bytes(elements: int, wire: BlockWire) -> int:
     """elements: whole blocks."""
-    return elements // BLOCK * (BLOCK * (8 if wire == "int8" else 4) // 8 + SCALE_BYTES)
+    return elements // BLOCK * (BLOCK * (4 if wire == "int4" else 8) // 8 + SCALE_BYTES)
 
 
 def quantize_blocks(values: Tensor, wire: BlockWire) -> Tensor:
@@ -35,9 +41,10 @@ def quantize_blocks(values: Tensor, wire: BlockWire) -> Tensor:
     """
     levels = LEVELS[wire]
     scale = (values.abs().amax(dim=1, keepdim=True) / levels).float()
-    codes = (
-        (values / torch.where(scale == 0, 1, scale)).round().clamp(-levels, levels).nan_to_num(nan=0.0).to(torch.int8)
-    )
+    scaled = (values / torch.where(scale == 0, 1, scale)).clamp(-levels, levels).nan_to_num(nan=0.0)
+    if wire == "fp8":
+        return torch.cat([scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    codes = scaled.round().to(torch.int8)
     if wire == "int4":
         low, high = rearrange((codes + levels + 1).view(torch.uint8), "n (pair two) -> two n pair", two=2)
         packed = low | (high << 4)
@@ -52,6 +59,8 @@ def dequantize_blocks(packed: Tensor, wire: BlockWire, dtype: torch.dtype) -> Te
     if wire == "int4":
         pairs = torch.stack([codes & 15, codes >> 4], dim=2)
         signed = rearrange(pairs, "n pair two -> n (pair two)").to(dtype) - (LEVELS[wire] + 1)
+    elif wire == "fp8":
+        signed = codes.contiguous().view(torch.float8_e4m3fn).to(dtype)
     else:
         signed = codes.contiguous().view(torch.int8).to(dtype)
     return signed * scale.to(dtype)

@@ -29,6 +29,7 @@ from meshkit.moving._changed import later_changes, refuse_parted_buffers
 from meshkit.moving._model import like_running
 from meshkit.moving._optimizer import Moving, refuse_optimizer
 from meshkit.moving._tensors import move_model
+from meshkit.parallel.wires import rounding_errors
 from meshkit.step import Movable, Run, compare_anew
 from meshkit.strategy import Strategy
 
@@ -116,6 +117,11 @@ def _refusal(run: Run, optimizer: Optimizer | None, loader: Movable | None) -> s
         return changed
     if changed := later_changes(run):
         return changed
+    if rounding_errors(run.model):
+        return (
+            "gradients are reduced with error feedback, and what rounding took of them does not move. Save, and resume under "
+            "the other strategy."
+        )
     if with_gradients := [name for name, param in run.named_parameters() if gradient_of(param) is not None]:
         return (
             f"{len(with_gradients)} parameters have gradients, {with_gradients[0]!r} first, which do not move. Call "

@@ -22,9 +22,10 @@ from meshkit.core.arguments import require
 from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
+from meshkit.parallel.wires import quantize_wires
 from meshkit.parallel.writes import swapped
 from meshkit.plan.match import listed
-from meshkit.strategy import Precision
+from meshkit.strategy import DataPolicy, Precision
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def fully_shard(
     zero: int = 3,
     precision: Precision | None = None,
     cast_inputs: bool = True,
+    policy: DataPolicy | None = None,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over the mesh, in place; uneven sizes are fine.
 
@@ -212,9 +214,11 @@ def fully_shard(
     yourself after backward, as `parallelize` does.
     zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
     cast_inputs: units cast floating-point inputs to the compute dtype. False where some inputs are wider on purpose.
+    policy: in how many bits parameters and gradients travel over the shard axis, see `DataPolicy`.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
     Wire, per unit: all-gather of its parameters in compute dtype, reduce-scatter of its gradients in reduction dtype, and
-    with replicas an all-reduce of the gradient shard.
+    with replicas an all-reduce of the gradient shard. With `DataPolicy(gather=...)` the all-gather is of
+    quantized blocks; with `reduce=...` an all-to-all of quantized blocks replaces the reduce-scatter.
     Raises: PlanError for an unknown stage, a unit that is not in the module, a unit that is sharded already, and a parameter
     that FSDP2 cannot shard.
     Source: Rajbhandari et al. 2020; Zhao et al. 2023.
@@ -223,6 +227,7 @@ def fully_shard(
     require("fully_shard", "module", module, nn.Module)
     require("fully_shard", "mesh", mesh, DeviceMesh)
     require("fully_shard", "precision", precision, Precision, NoneType)
+    require("fully_shard", "policy", policy, DataPolicy, NoneType)
     modules = dict(module.named_modules())
     units = _submodules(modules, "units", units)
     kept = _submodules(modules, "keep_gathered", keep_gathered)
@@ -236,9 +241,9 @@ def fully_shard(
         return module
     if not all(param.is_floating_point() for param in module.parameters()):
         _torch.allow_integer_parameters()
-    policy = MixedPrecisionPolicy()
+    casts = MixedPrecisionPolicy()
     if precision is not None:  # reduce_dtype explicitly: its default changed meaning between 2.11 and 2.15
-        policy = MixedPrecisionPolicy(
+        casts = MixedPrecisionPolicy(
             param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=cast_inputs
         )
     _refuse_sharded(modules, units)
@@ -253,9 +258,9 @@ def fully_shard(
         for name in shard_units(names, units):
             reshard = stage.reshard_after_forward and name not in kept
             _fully_shard(
-                modules[name], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored_params
+                modules[name], mesh=mesh, mp_policy=casts, reshard_after_forward=reshard, ignored_params=ignored_params
             )
-        _fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored_params)
+        _fully_shard(module, mesh=mesh, mp_policy=casts, reshard_after_forward=False, ignored_params=ignored_params)
     where = {child: name for name, child in modules.items()}
 
     def refuse(owner: nn.Module, key: str) -> None:
@@ -272,6 +277,9 @@ def fully_shard(
             child.set_force_sum_reduction_for_comms(
                 True
             )  # a divide factor alone selects PREMUL_SUM, which gloo has not
+    if policy is not None:
+        for unit in (module, *(modules[name] for name in shard_units(names, units))):
+            quantize_wires(unit, mesh, policy)
     return module
 
 

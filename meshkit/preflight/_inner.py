@@ -7,7 +7,7 @@ from math import gcd
 
 from meshkit.mesh import MeshSpec
 from meshkit.resolve import Resolved
-from meshkit.strategy import BlockOverride, OptimizerPolicy, PipelinePolicy, Strategy
+from meshkit.strategy import BlockOverride, DataPolicy, OptimizerPolicy, PipelinePolicy, Strategy
 
 
 def inner_mesh(spec: MeshSpec) -> MeshSpec:
@@ -25,6 +25,7 @@ def inner_strategy(resolved: Resolved, spec: MeshSpec, blocks: set[str]) -> Stra
         mesh=spec,
         memory=replace(memory, recompute="none", offload=None, optimizer=OptimizerPolicy(), precision=precision),
         zero=None,
+        data=DataPolicy(),
         pipeline=PipelinePolicy(),
         microbatches=None,
         compile=False,

@@ -233,6 +233,16 @@ def refuse_fp8(policy: Fp8, program: Program, memory: MemoryPolicy, spec: MeshSp
         )
 
 
+def refuse_wires(strategy: Strategy) -> None:
+    """See [Note: choices without effect]: a message has one wire."""
+    data, precision = strategy.data, strategy.memory.precision
+    if data.gather is not None and precision is not None and precision.fp8 is not None and precision.fp8.gather:
+        raise PlanError(
+            f"DataPolicy(gather={data.gather!r}) with Fp8(gather=True): weights travel in fp8 already. Leave one of them "
+            "away."
+        )
+
+
 def refuse_fp8_shards(policy: Fp8, program: Program, linears: Sequence[str], spec: MeshSpec) -> None:
     """torchao gives FSDP a rank's rows in fp8 without the padding that an all-gather of unequal shards needs."""
     shards = spec.dp_shard * spec.cp

@@ -46,6 +46,7 @@ from meshkit.resolve._refusals import (
     refuse_other_mesh,
     refuse_pointers,
     refuse_units,
+    refuse_wires,
     refuse_without_blocks,
     refuse_without_pp,
     refuse_writes_of_state,
@@ -111,6 +112,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         rows = given if read else None
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
+    refuse_wires(strategy)
     zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names, example, closed)

@@ -3,6 +3,9 @@
 from ._context import Balance as Balance
 from ._context import ContextPolicy as ContextPolicy
 from ._context import Scheme as Scheme
+from ._data import DataPolicy as DataPolicy
+from ._data import GatherWire as GatherWire
+from ._data import ReduceWire as ReduceWire
 from ._experts import Capacity as Capacity
 from ._experts import ExpertPolicy as ExpertPolicy
 from ._experts import MakeDispatcher as MakeDispatcher

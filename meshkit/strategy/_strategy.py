@@ -17,6 +17,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.plan import Plan
 from meshkit.plan.match import frozen_table
 from meshkit.strategy._context import ContextPolicy
+from meshkit.strategy._data import DataPolicy
 from meshkit.strategy._experts import ExpertPolicy
 from meshkit.strategy._memory import MemoryPolicy, Recompute, RecomputeMode
 from meshkit.strategy._pipeline import PipelinePolicy
@@ -50,15 +51,16 @@ class Strategy:
     mesh: axis sizes, as "pp=2 dp_shard=2 tp=2"; None fits any mesh. plan: what each module does; None asks `auto_plan`.
     memory: activation checkpointing (recompute), offload, precision, the loss, the optimizer's state. zero: the ZeRO stage on
     dp_shard; None is 3, or 1 with pp, where many microbatches are in flight between gathering parameters and reducing
-    gradients. sequence: sequence parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp,
-    how tokens are split, and how attention exchanges keys and values. experts: capacity, copies of hot experts, another
-    dispatcher. pipeline: with pp, the schedule and the stages. microbatches: gradient accumulation, the number of parts that
-    a step's rows are run in; None leaves it to each step. compile: torch.compile each block; a string is the backend's name.
+    gradients. data: in how many bits parameters and gradients travel over dp_shard (quantized wires). sequence: sequence
+    parallelism, with tp: hold the residual stream sharded along the sequence. context: with cp, how tokens are split, and how
+    attention exchanges keys and values. experts: capacity, copies of hot experts, another dispatcher. pipeline: with pp, the
+    schedule and the stages. microbatches: gradient accumulation, the number of parts that a step's rows are run in; None
+    leaves it to each step. compile: torch.compile each block; a string is the backend's name.
     unproved: what becomes of a module that is not shown to be right on parts: "refuse" raises; "replicate" leaves it whole on
     every rank of tp or cp, which `print(run.plan)` and `explain` say.
     overrides: pattern of blocks -> what those blocks do differently, as `{"layers.0": BlockOverride(recompute="full")}`.
     A choice that a run can do nothing with is refused by `resolve`. What an axis of one rank has as it was asked for is not:
-    sequence on tp=1, context on cp=1, zero on dp_shard=1; so one file fits many meshes.
+    sequence on tp=1, context on cp=1, zero and data on dp_shard=1; so one file fits many meshes.
     Raises: PlanError and MeshError for values that no model and no world could have.
     """
 
@@ -66,6 +68,7 @@ class Strategy:
     plan: Plan | None = None
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     zero: int | None = None
+    data: DataPolicy = field(default_factory=DataPolicy)
     sequence: bool = False
     context: ContextPolicy = field(default_factory=ContextPolicy)
     experts: ExpertPolicy = field(default_factory=ExpertPolicy)
@@ -178,7 +181,13 @@ _EXAMPLES = {
     "plan": " For example, Plan(tensor={'layers.*.up': column(), 'layers.*.down': row()}).",
     "memory": " For example, MemoryPolicy(recompute='full').",
 }
-_POLICIES = {"memory": MemoryPolicy, "context": ContextPolicy, "experts": ExpertPolicy, "pipeline": PipelinePolicy}
+_POLICIES = {
+    "memory": MemoryPolicy,
+    "data": DataPolicy,
+    "context": ContextPolicy,
+    "experts": ExpertPolicy,
+    "pipeline": PipelinePolicy,
+}
 
 
 def _in_policies(name: str) -> str:
@@ -194,6 +203,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "plan": (Plan, types.NoneType),
     "memory": (MemoryPolicy,),
     "zero": (int, types.NoneType),
+    "data": (DataPolicy,),
     "sequence": (bool,),
     "context": (ContextPolicy,),
     "experts": (ExpertPolicy,),

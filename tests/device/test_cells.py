@@ -18,6 +18,8 @@ WIDER = [
     Cell(offload="disk", optimizer="host", microbatches=2),
     Cell(model="tied", mesh="pp=2", microbatches=3, offload="disk"),
     Cell(model="moe", mesh="dp_shard=2 ep=2", recompute="selective", offload="disk"),
+    Cell(mesh="dp_shard=2", microbatches=2, recompute="selective", gather="int8", reduce="int4"),
+    Cell(mesh="dp_replicate=2 dp_shard=2", resume="dp_replicate=2 dp_shard=2", gather="fp8", reduce="int8"),
 ]
 
 

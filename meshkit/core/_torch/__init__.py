@@ -23,6 +23,7 @@ from .collectives import waits_timed as waits_timed
 from .dtensor import clear_sharding_caches as clear_sharding_caches
 from .dtensor import detach_keeps_placements as detach_keeps_placements
 from .dtensor import dtensor_like as dtensor_like
+from .dtensor import dtensor_of as dtensor_of
 from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
@@ -36,7 +37,10 @@ from .fsdp import before_unit_backwards as before_unit_backwards
 from .fsdp import keep_class_name as keep_class_name
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
+from .fsdp import note_reductions as note_reductions
 from .fsdp import own_memory as own_memory
+from .fsdp import unit_parameters as unit_parameters
+from .fsdp import UnitParameter as UnitParameter
 from .fsdp import unsharded_parameters as unsharded_parameters
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -25,6 +26,26 @@ def global_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def dtensor_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: tuple[int, ...],
+    *,
+    local: Tensor | None = None,
+    like: Tensor,
+) -> DTensor:
+    """A DTensor of a shape, on a mesh. local: this rank's shard; None makes zeros of the dtype and on the device of `like`.
+
+    Private: DTensor's constructor and DTensorSpec, as in `dtensor_like`, and compute_local_shape_and_global_offset. Checked:
+    2.11, 2.15. Replaced by: nothing yet.
+    """
+    if local is None:
+        local = like.new_zeros(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
+    full = torch.empty(shape, dtype=local.dtype, device="meta")
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(full.shape, full.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def dtensor_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = None) -> DTensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -259,6 +260,84 @@ def before_unit_backwards(module: FSDPModule, act: Callable[[], None]) -> None:
 
     for group in _groups_of(module._get_fsdp_state()):
         around(group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitParameter:
+    """A parameter of a unit, in the order in which FSDP lines them up.
+
+    shape: as this rank computes with it, all ranks' rows. part: of the rows that a rank sends, padded to the first rank's.
+    dtype: in which it is gathered. param: the shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+    dtype: torch.dtype
+    param: DTensor
+
+
+def unit_parameters(module: FSDPModule) -> list[UnitParameter]:
+    """The parameters of a unit. Call it after `find_units`, which gives them their names.
+
+    Private: where FSDPParam keeps sizes and dtypes. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    return [
+        UnitParameter(
+            name=str(param._param_fqn),
+            shape=tuple(param._orig_size),
+            part=tuple(param.padded_sharded_param_size),
+            dtype=param.param_dtype or param.orig_dtype,
+            param=param.sharded_param,  # type: ignore[arg-type]  # a DTensor, once it is sharded
+        )
+        for group in _groups_of(module._get_fsdp_state())
+        for param in group.fsdp_params
+    ]
+
+
+class _NoReplicas(ProcessGroup):
+    """A group over which nothing is summed."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> None:  # type: ignore[override]  # nothing to wait for
+        pass
+
+
+def note_reductions(
+    module: FSDPModule, note: Callable[[list[int]], None], replicas: Callable[[Tensor], None] | None
+) -> None:
+    """Before this unit's gradients are reduced, call `note` with the places in `unit_parameters` of those that there are.
+
+    replicas: sums what was reduced over replicas, in place, where FSDP would with an all-reduce; None leaves it to FSDP.
+    Private: FSDPParamGroup.post_backward and, with 2.15, _take_unsharded_grads_to_reduce: what is called to reduce gets one
+    flat tensor and is not told whose gradients are in it; and _all_reduce_process_group: the public all-reduce hook comes
+    after FSDP's own all-reduce, and there is none in its place. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    takes = hasattr(FSDPParamGroup, "_take_unsharded_grads_to_reduce")
+    nobody = None if replicas is None else _NoReplicas()
+    if replicas is not None:
+        module.set_all_reduce_hook(replicas)
+
+    class Noting(FSDPParamGroup):
+        @property
+        def _all_reduce_process_group(self) -> ProcessGroup:
+            return super()._all_reduce_process_group if nobody is None else nobody
+
+        def post_backward(self, *unused: Any) -> None:
+            if not takes:
+                note([place for place, param in enumerate(self.fsdp_params) if not _lacks_gradient(param)])
+            super().post_backward(*unused)
+
+        def _take_unsharded_grads_to_reduce(self) -> Any:
+            params, grads = super()._take_unsharded_grads_to_reduce()
+            places = {id(param): place for place, param in enumerate(self.fsdp_params)}
+            note([places[id(param)] for param in params])
+            return params, grads
+
+    for group in _groups_of(module._get_fsdp_state()):
+        group.__class__ = Noting
 
 
 def _lacks_gradient(param: Any) -> bool:

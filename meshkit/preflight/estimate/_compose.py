@@ -30,7 +30,7 @@ from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
 from meshkit.preflight.explain import LocalParam
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import OptimizerPolicy
+from meshkit.strategy import DataPolicy, OptimizerPolicy
 
 PARAMETERS, MOMENTS = GROUPS.index("parameters"), GROUPS.index("optimizer state")
 
@@ -173,8 +173,9 @@ def compose(
     rank that has most, before cp splits it. microbatches: default the strategy's, or 1. profiles: kept between calls, which
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
     Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and `Composed.within` says which.
-    Offloaded activations, an optimizer other than AdamW in fp32, fp8, a tied parameter of two stages of one rank with a split
-    backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result says why.
+    Offloaded activations, an optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
+    rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result
+    says why.
     Raises: as `estimate` does.
     """
     count = microbatches or resolved.strategy.microbatches or 1
@@ -246,6 +247,8 @@ def _not_composed(resolved: Resolved) -> str:
         return "the optimizer's state is not AdamW's in fp32"
     if memory.precision is not None and memory.precision.fp8 is not None:
         return "fp8 keeps casts of weights"
+    if resolved.strategy.data != DataPolicy():
+        return "quantized wires have buffers of their own"
     cut = resolved.cut
     if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
         return "a tied parameter of two stages of one rank gets gradients in I and in W"

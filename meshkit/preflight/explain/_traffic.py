@@ -20,6 +20,7 @@ from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.heads import attention_heads
+from meshkit.parallel.wires import gathered_bytes, reduced_bytes, replica_bytes
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 
@@ -161,46 +162,63 @@ class _Unit:
 
 def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
     """ZeRO (FSDP) and replicas: all-gathers of parameters, reduce-scatters and all-reduces of gradients."""
-    sizes: dict[Hashable, tuple[int, int]] = {}
+    sizes: dict[Hashable, _UnitBytes] = {}
     for unit in rank_model.derived(("units", rank_model.place), lambda: _units(rank_model)):
         if unit.kind not in sizes:
             sizes[unit.kind] = _unit_bytes(rank_model, unit.params)
         _add_unit(log, rank_model, unit, sizes[unit.kind], microbatches)
 
 
-def _add_unit(
-    log: TrafficLog, rank_model: RankModel, unit: _Unit, gathered_reduced: tuple[int, int], microbatches: int
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _UnitBytes:
+    """gathered: the result of an all-gather. reduced: the input of a reduce-scatter, or with a quantized wire what leaves the
+    rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that which is left of it.
+    """
+
+    gathered: int
+    reduced: int
+    replicas: tuple[tuple[str, int], ...]
+
+
+def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitBytes, microbatches: int) -> None:
     # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
     zero = Zero(rank_model.zero)
-    gathered, reduced = gathered_reduced
     axis, shards, _ = rank_model.sharded_over(unit.params[0])
     gathers = microbatches if zero.reshard_between_microbatches else 1
     reductions = microbatches if zero.reduce_every_microbatch else 1
     again = (microbatches if unit.flows else int(unit.prefetched)) * unit.resharded
     if shards > 1:
-        log.add(axis, "all_gather", gathered, "parameters, forward", gathers, module=unit.name)
+        log.add(axis, "all_gather", sizes.gathered, "parameters, forward", gathers, module=unit.name)
         times = again * zero.reshard_after_forward
-        log.add(axis, "all_gather", gathered, "parameters, backward", times, module=unit.name)
-        log.add(axis, "reduce_scatter", reduced, "gradients, backward", reductions, module=unit.name)
+        log.add(axis, "all_gather", sizes.gathered, "parameters, backward", times, module=unit.name)
+        op = "reduce_scatter" if rank_model.resolved.strategy.data.reduce is None else "all_to_all"
+        log.add(axis, op, sizes.reduced, "gradients, backward", reductions, module=unit.name)
     if rank_model.spec.dp_replicate > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
-        log.add("dp_replicate", "all_reduce", reduced // shards, "gradients, backward", module=unit.name)
+        for op, size in sizes.replicas:
+            log.add("dp_replicate", op, size, "gradients, backward", module=unit.name)
 
 
-def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> tuple[int, int]:
-    """Of a unit's (gathered parameters, reduced gradients)."""
+def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitBytes:
     # [Note: what a size is]
     # An all-gather's is its result and a reduce-scatter's its input, both the whole tensor, as the profiler and NCCL's tests
     # count them. A ring moves (n - 1) / n of that in and out of each rank, and an all-reduce twice that: it is the two.
     _, shards, _ = rank_model.sharded_over(params[0])
-    gathered = sum(
-        _padded(param, shards) * (1 if param.fp8 else _gathered_dtype(rank_model, param).itemsize) for param in params
+    policy, trained = rank_model.resolved.strategy.data, [param for param in params if param.trains]
+    part = sum(_part(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in trained)
+    parts, replicas = [_part(param, shards) for param in trained], rank_model.spec.dp_replicate
+    sent = [
+        (_part(param, shards), torch.uint8 if param.fp8 else _gathered_dtype(rank_model, param)) for param in params
+    ]
+    gathered = gathered_bytes(sent, policy.gather) * shards
+    if policy.reduce is None:
+        return _UnitBytes(gathered=gathered, reduced=part * shards, replicas=(("all_reduce", part),))
+    chunk = replica_bytes(parts, replicas, policy.reduce)
+    return _UnitBytes(
+        gathered=gathered,
+        reduced=reduced_bytes(parts, policy.reduce) * (shards - 1),
+        replicas=(("all_to_all", chunk * (replicas - 1)), ("all_gather", chunk * replicas)),
     )
-    reduced = sum(
-        _padded(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in params if param.trains
-    )
-    return gathered, reduced
 
 
 def add_scales(log: TrafficLog, rank_model: RankModel) -> None:
@@ -259,11 +277,11 @@ def _units(rank_model: RankModel) -> list[_Unit]:
     return found
 
 
-def _padded(param: LocalParam, shards: int) -> int:
-    """Elements of the parameter with its first dim padded to a multiple of the shards, as FSDP2 sends it."""
+def _part(param: LocalParam, shards: int) -> int:
+    """Elements that a rank sends of the parameter: of its shard, padded to the first rank's, as FSDP2 does."""
     # Collectives into one tensor take equal parts from all ranks, so the last, smaller shard is padded in the message.
     rows = param.shape[0] if param.shape else 1
-    return -(-rows // shards) * shards * prod(param.shape[1:])
+    return -(-rows // shards) * prod(param.shape[1:])
 
 
 def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, batch: LocalBatch) -> None:

@@ -60,6 +60,9 @@ class Cell:
     packing: bool = False
     masked: bool = False
     max_rows: int | None = None  # drawn by `draw_padded` alone, so that a seed draws what it drew
+    gather: str = ""  # quantized wires, drawn by `draw_wired` alone
+    reduce: str = ""
+    feedback: bool = True
 
     @property
     def spec(self) -> mk.MeshSpec:
@@ -96,6 +99,8 @@ class Cell:
         found |= {"packing"} if self.packing else set()
         found |= {"rows without labels"} if self.masked else set()
         found |= {"padded rows of experts"} if self.max_rows is not None else set()
+        found |= {f"gather: {self.gather}"} if self.gather else set()
+        found |= {f"reduce: {self.reduce}, {'with' if self.feedback else 'without'} feedback"} if self.reduce else set()
         found |= {"uneven sizes"} if self.sizes == "uneven" else set()
         if self.resume:
             found |= {"resume" if _parse(self.resume) == spec else "resume on another mesh"}
@@ -264,6 +269,19 @@ def draw_hybrid(seed: int, ranks: int) -> Cell:
         fits = all(8 % _parse(mesh).tp == 0 for mesh in (cell.mesh, cell.resume or cell.mesh))
         if cell.model == "dense" and fits and not cell.refusals():
             return replace(cell, model=rng.choice(MIXERS))
+
+
+def draw_wired(seed: int, ranks: int) -> Cell:
+    """A cell on two or more data ranks, between which parameters or gradients travel in a few bits; none that is refused."""
+    rng = random.Random(f"wired {seed} {ranks}")
+    while True:
+        cell = _draw(rng, ranks)
+        gather, reduce = rng.choice(("", "int8", "fp8", "int4")), rng.choice(("", "int8", "int4"))
+        shards = cell.spec.dp_shard * cell.spec.cp
+        sends = (gather and shards > 1) or (reduce and shards * cell.spec.dp_replicate > 1)
+        if sends and not cell.refusals():
+            feedback = not reduce or rng.random() < 0.75
+            return replace(cell, gather=gather, reduce=reduce, feedback=feedback)
 
 
 def _draw(rng: random.Random, ranks: int) -> Cell:

@@ -87,6 +87,7 @@ class Cell:
     max_rows: int | None = None
     memory: mk.MemoryPolicy | None = None  # in place of recompute and bf16
     context: mk.strategy.ContextPolicy = field(default_factory=mk.strategy.ContextPolicy)
+    data: mk.strategy.DataPolicy = field(default_factory=mk.strategy.DataPolicy)
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         compile=cell.compile or False,
         context=cell.context,
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule, stages=cell.stages),
-        **{"experts": ExpertPolicy(hot=cell.hot, max_rows=cell.max_rows), **options},
+        **{"experts": ExpertPolicy(hot=cell.hot, max_rows=cell.max_rows), "data": cell.data, **options},
     )
 
 

@@ -121,7 +121,20 @@ def assert_alike(found: Iterable[tuple[Counter[Message], Counter[Message]]]) -> 
         assert said - seen == Counter(), "explained, but not sent"
 
 
-@pytest.mark.parametrize("cell", thin(CELLS, 3), ids=str)
+WIRES = mk.strategy.DataPolicy(gather="int8", reduce="int4")
+WIRE_CELLS = [
+    Cell(mesh="dp_shard=4", microbatches=2, data=WIRES, vocab=61, hidden_mlp=45),
+    Cell(mesh="dp_shard=4", zero=1, microbatches=2, data=mk.strategy.DataPolicy(gather="int4")),
+    Cell(mesh="dp_replicate=2 dp_shard=2", tied=True, data=mk.strategy.DataPolicy(gather="fp8")),
+    Cell(mesh="dp_replicate=2 dp_shard=2", microbatches=2, vocab=61, data=WIRES),
+    Cell(mesh="dp_replicate=4", microbatches=2, data=WIRES),
+    Cell(mesh="dp_shard=2 tp=2", sequence=True, recompute="full", dtype="float32", bf16=True, qwen=True, data=WIRES),
+    Cell(mesh="pp=2 dp_shard=2", layers=4, microbatches=2, tied=True, data=WIRES),
+    Cell(mesh="dp_shard=2 cp=2", documents=True, zero=2, microbatches=2, data=WIRES),
+]
+
+
+@pytest.mark.parametrize("cell", [*thin(CELLS, 3), *WIRE_CELLS], ids=str)
 def test_observed_collectives_are_the_explained_ones(cell: Cell) -> None:
     assert_alike(pool(4).run(observe_step, cell))
 
@@ -143,6 +156,7 @@ def test_explaining_needs_no_ranks_and_no_memory() -> None:
 EXPERTS = Moe(experts=11, chosen=2)
 EXPERT_CELLS = [
     Cell(mesh="dp_shard=4 ep=4", layers=3, moe=EXPERTS, microbatches=2),
+    Cell(mesh="dp_shard=4 ep=2", layers=3, moe=EXPERTS, microbatches=2, data=WIRES),
     Cell(mesh="dp_shard=4 ep=2", layers=3, moe=replace(EXPERTS, shared=24, balance=0.1, per="batch"), zero=2),
     Cell(mesh="dp_shard=4 ep=2 etp=2", layers=3, moe=EXPERTS, recompute="full"),
     Cell(mesh="dp_replicate=2 dp_shard=2 ep=2", layers=3, moe=replace(EXPERTS, z=0.1), recompute="selective"),

@@ -301,3 +301,12 @@ def test_whole_numbers_are_real_and_floats_are_not() -> None:
         assert not (floats > 1).any()
         with pytest.raises(PlanError, match="an estimate has no values"):
             floats.tolist()
+
+
+def test_error_feedback_costs_two_bytes_for_each_element_of_the_whole_parameters() -> None:
+    policies = [mk.strategy.DataPolicy(reduce="int4", feedback=feedback) for feedback in (False, True)]
+    without, with_it = (small("dp_replicate=2 dp_shard=4", memory=mk.MemoryPolicy(), data=each) for each in policies)
+    elements = sum(param.numel() for param in on_meta().parameters())
+    assert with_it.peak_bytes - without.peak_bytes == pytest.approx(
+        2 * elements, rel=0.01
+    )  # allocations are rounded up
