@@ -13,8 +13,8 @@ from tests.laws.gate.verdict import verdict
 
 CELLS = [draw(*seed) for seed in covering(200, among=3000)]
 PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padded, fewest=2)]
-HYBRID = [draw_hybrid(*seed) for seed in covering(20, among=600, draw=draw_hybrid)]
-WIRED = [draw_wired(*seed) for seed in covering(24, among=600, draw=draw_wired, fewest=2)]
+HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
+WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
 # What the gate once found broken.
 REGRESSIONS = [
     Cell(model="transformers", mesh="dp_replicate=2", resume="dp_replicate=2", recompute="full", masked=True),
