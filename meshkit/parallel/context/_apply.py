@@ -94,6 +94,7 @@ def context_parallel(
         doors.window,
         multiple,
         attends=doors.attends,
+        widths=frozenset(each.width for each in doors.mixers if each.width),
         documents=documents,
         own_masks=doors.by_hand,
     )

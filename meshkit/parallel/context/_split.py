@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +48,7 @@ class Context:
     window: int | None = None
     multiple: int = 1
     attends: bool = True  # some layer has attention
+    widths: frozenset[int] = frozenset()  # of short convolutions of recurrent mixers
     documents: bool = True  # a position that restarts begins a document
     own_masks: bool = False  # the model's own code masks its scores
     choice: Choice | None = None  # of the last batch
@@ -96,10 +98,12 @@ class Context:
             # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
             shard[:, count:] = IGNORED if name.startswith("labels") else 0
             split[name] = shard
-        split["mask"] = SplitMask(
+        split_mask = SplitMask(
             layout, self.axis, rows=rows if stream else 0, given=given, batch_rows=rows if whole else None
         )
-        return split
+        if self.widths:
+            split_mask.plan_mixers(self.widths)
+        return {**split, "mask": split_mask}
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
         """Raise if the ranks of cp hold different batches: their plans would differ, and their messages would not match.
@@ -224,6 +228,17 @@ class SplitMask:
         self.part = self.rank % self.ulysses  # among the ranks of the group, which trade heads for tokens
         self.group_tokens = layout.group_length(self.rank // self.ulysses)
         self._followed: dict[Pattern, SplitMask] = {}
+        # Of recurrent mixers: how many pieces of documents this rank has, and how many tokens of others it reads, by width.
+        self._pieces: int | None = None
+        self._halos: dict[int, int] = {}
+
+    def plan_mixers(self, widths: Collection[int]) -> None:
+        """Count what recurrent mixers get from other ranks now, for a graph of torch.compile cannot hold how it is counted.
+
+        widths: of their short convolutions.
+        """
+        self._pieces = sum(piece.rank == self.rank for piece in pieces_of(self.layout))
+        self._halos = {width: halo_of(self.layout, self.rank, width).received for width in widths}
 
     @property
     def row_tokens(self) -> int:
@@ -323,9 +338,10 @@ class SplitMask:
         Raises: PlanError for a mask that is no more than packed causal documents.
         """
         self._refuse_other_tokens(q_BTGK)
-        own = sum(piece.rank == self.rank for piece in pieces_of(self.layout))
+        if self._pieces is None:
+            self.plan_mixers(())
         inputs = q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, beta_BTH
-        out: Tensor = context_linear_attention(*inputs, self.table, self.group, own)[0]
+        out: Tensor = context_linear_attention(*inputs, self.table, self.group, self._pieces)[0]
         return out
 
     def short_convolution(self, x_BTC: Tensor, weight_CW: Tensor) -> Tensor:
@@ -335,8 +351,9 @@ class SplitMask:
         `linear_attention`.
         """
         self._refuse_other_tokens(x_BTC)
-        received = halo_of(self.layout, self.rank, weight_CW.shape[1]).received
-        out: Tensor = context_short_convolution(x_BTC, weight_CW, self.table, self.group, received)[0]
+        if (width := weight_CW.shape[1]) not in self._halos:
+            self.plan_mixers({width, *self._halos})
+        out: Tensor = context_short_convolution(x_BTC, weight_CW, self.table, self.group, self._halos[width])[0]
         return out
 
     def _refuse_other_tokens(self, x: Tensor) -> None:
