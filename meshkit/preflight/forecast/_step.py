@@ -56,8 +56,17 @@ def step_profile(
         crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
         once=tuple(once),
         update=Update.of(resolved.memory.optimizer, stages=cut is not None),
-        unpriced=("offload of activations",) if resolved.memory.offload is not None else (),
+        unpriced=_unpriced(resolved),
     )
+
+
+def _unpriced(resolved: Resolved) -> tuple[str, ...]:
+    data = resolved.strategy.data
+    doings = {
+        "offload of activations": resolved.memory.offload is not None,
+        "quantizing of what travels on wires of few bits": data.gather is not None or data.reduce is not None,
+    }
+    return tuple(doing for doing, done in doings.items() if done)
 
 
 def _names(stage: int, cut: Cut | None, computed: ModelProfile) -> list[str]:

@@ -13,6 +13,7 @@ from meshkit.optim import LowBitAdamW
 from meshkit.preflight.forecast._update import PASSES, Update
 from meshkit.strategy import (
     ActivationOffload,
+    DataPolicy,
     Fp8,
     MemoryPolicy,
     OptimizerOffload,
@@ -93,10 +94,14 @@ def test_what_stays_on_the_device_is_updated_there_and_a_delayed_update_runs_bes
     assert seconds(late, backward_s=10.0, step_s=30.0) == pytest.approx(12)
 
 
-def forecast_with(**memory: object) -> mk.preflight.forecast.Forecast:
+def forecast_with(data: DataPolicy | None = None, **memory: object) -> mk.preflight.forecast.Forecast:
     with torch.device("meta"):
         model = mk.models.Llama(SIZES)
-    strategy = Strategy(plan=mk.models.LLAMA_PLAN, memory=MemoryPolicy(**memory))  # type: ignore[arg-type]
+    strategy = Strategy(
+        plan=mk.models.LLAMA_PLAN,
+        memory=MemoryPolicy(**memory),  # type: ignore[arg-type]
+        data=data or DataPolicy(),
+    )
     return mk.forecast(model, strategy, "h100", mk.Batch(sequences=4, seq_len=64), spec="dp_shard=2")
 
 
@@ -106,6 +111,7 @@ def test_a_forecast_prices_the_optimizer_of_its_strategy_and_says_what_it_does_n
     )
     assert few > 4 * fused
     assert "not priced: offload of activations" in str(forecast_with(offload=ActivationOffload()))
+    assert "not priced: quantizing of what travels" in str(forecast_with(DataPolicy(reduce="int8")))
     assert "not priced" not in str(forecast_with())
 
 
