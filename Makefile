@@ -58,7 +58,7 @@ docs: install
 
 # The documentation as a site in build/site, with every public class and its methods; a warning is an error.
 site: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -24,20 +24,32 @@ from tests.laws.gate import support  # noqa: E402
 
 # Pages that lie elsewhere in the repository, and where the site has them.
 OUTSIDE = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "DECISIONS.md": "decisions.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+WIDE = ".md-grid { max-width: 76rem; }\n"  # room for a line of code, of 120 characters, between both columns of links
 MADE = "build/docs/"  # whose links lead to what is made here
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]*)\]\((?P<target>(?!https?:|#|mailto:)[^)\s]+)\)")
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>(?!https?:|#|mailto:)[^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 # What a docstring says in a sentence of its own, after its name.
 LABEL = re.compile(r"\n(?=(?:Wire|Memory|Wire, memory|Raises|Returns|Source|Cost)\b[^\n:]{0,12}: )")
 
 
+def on_config(config: Any) -> Any:
+    """Every page of the reference is in the navigation."""
+    part = next(each for each in config["nav"] if "Reference" in each)
+    part["Reference"].insert(1, {"Rooms": [{name[4:-3]: name} for name in reference() if name != "api/index.md"]})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
+    if (listed := files.get_file_from_path("README.md")) is not None:  # else it would be the first page
+        files.remove(listed)
+    files.append(File.generated(config, "wide.css", content=WIDE))
     for source, target in OUTSIDE.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
     for name, text in {**support.pages(support.read()), **reference()}.items():
@@ -56,7 +68,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         where = OUTSIDE.get(path) or path.removeprefix(MADE if path.startswith(MADE) else "docs/")
         if files.get_file_from_path(where) is None:
             return link["text"]
-        return f"[{link['text']}]({os.path.relpath(where, os.path.dirname(place) or '.')}{'#' * bool(anchor)}{anchor})"
+        return f"{link['image']}[{link['text']}]({os.path.relpath(where, os.path.dirname(place) or '.')}{'#' * bool(anchor)}{anchor})"
 
     if place.startswith("api/"):
         return markdown
@@ -95,4 +107,5 @@ class Paragraphs(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = LABEL.sub("\n\n", obj.docstring.value)
+            # a[i][j] is no link
+            obj.docstring.value = LABEL.sub("\n\n", obj.docstring.value).replace("][", "]\\[")
