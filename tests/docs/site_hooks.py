@@ -68,7 +68,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         where = OUTSIDE.get(path) or path.removeprefix(MADE if path.startswith(MADE) else "docs/")
         if files.get_file_from_path(where) is None:
             return link["text"]
-        return f"{link['image']}[{link['text']}]({os.path.relpath(where, os.path.dirname(place) or '.')}{'#' * bool(anchor)}{anchor})"
+        target = os.path.relpath(where, os.path.dirname(place) or ".") + "#" * bool(anchor) + anchor
+        return f"{link['image']}[{link['text']}]({target})"
 
     if place.startswith("api/"):
         return markdown
