@@ -193,11 +193,17 @@ def refuse_meta(program: Program) -> None:
             )
 
 
-def refuse_backend(asked: bool | str) -> None:
+def refuse_backend(asked: bool | str, spec: MeshSpec) -> None:
     # torch.compile refuses it too, but when half of the model is changed. exclude_tags=(): backends for debugging as well.
     if isinstance(asked, str) and asked not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise PlanError(
             f"compile={asked!r} is no backend of torch.compile. Use True, which is inductor, or one of {', '.join(known)}."
+        )
+    # On 2.11 a graph of that backend gives no gradient to what goes into a Function whose forward sends.
+    if asked == "eager" and torch.__version__ < "2.15" and max(spec.tp, spec.ep, spec.etp) > 1:
+        raise PlanError(
+            f"compile='eager' of torch {torch.__version__} loses gradients where a block sends, as on tp. Use 'aot_eager', "
+            "which compiles nothing either, or True."
         )
 
 

@@ -79,7 +79,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     refuse_complex(program)
     refuse_hooks(program.model, offloaded=strategy.memory.optimizer.offload is not None)
     refuse_batch_norm(program, spec, strategy.microbatches or 1)
-    refuse_backend(strategy.compile)
+    refuse_backend(strategy.compile, spec)
     refuse_dropout(program, strategy.memory, compiled=bool(strategy.compile))
     strategy.memory.optimizer.refuse_misfit({name: param.dtype for name, param in program.parameters.items()})
 

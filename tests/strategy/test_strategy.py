@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 import meshkit as mk
+from meshkit.errors import PlanError
 from meshkit.memory import Treatment
+from meshkit.mesh import MeshSpec
 from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.parallel.pipeline.schedules import one_f_one_b
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
+from meshkit.resolve._refusals import refuse_backend
 from meshkit.strategy import (
     ActivationOffload,
     BlockOverride,
@@ -530,3 +533,12 @@ def test_estimate_refuses_it_too(name: str) -> None:
     make, mesh, choices, match = REFUSED[name]
     with pytest.raises(mk.errors.PlanError, match=match):
         mk.estimate(make(), mesh, rows=1, seq_len=8, kernels="cpu", plan=LLAMA_PLAN, **choices)
+
+
+def test_a_backend_that_loses_gradients_is_refused_where_blocks_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(PlanError, match="compile='eager' of torch 2.11.0 loses gradients .* Use 'aot_eager'"):
+        refuse_backend("eager", MeshSpec(tp=2))
+    refuse_backend("eager", MeshSpec(dp_shard=2))
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    refuse_backend("eager", MeshSpec(tp=2))

@@ -31,7 +31,7 @@ def trained(mixer: str, mesh: str, compiled: bool) -> list[float]:
     config = HybridConfig(decoder=DECODER, mixer=MIXERS[mixer], attention_every=2)
     with torch.device("meta"):
         model = Hybrid(config).double()
-    run = mk.parallelize(model, mesh_for(mesh), plan=hybrid_plan(config), compile="eager" if compiled else False)
+    run = mk.parallelize(model, mesh_for(mesh), plan=hybrid_plan(config), compile="aot_eager" if compiled else False)
     mk.init_weights(run.model, seed=0)
     generator, found = torch.Generator().manual_seed(0), []
     for first in (21, 13):  # another place of the second document, and another layout
