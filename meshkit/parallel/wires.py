@@ -149,6 +149,9 @@ class _Gather(_Unit):
         mixed = any(each != dtype for _, each in parts)  # then FSDP's buffers are bytes
         sizes = [size * (each.itemsize if mixed else 1) for size, each in parts]
         floats = [each.is_floating_point for _, each in parts]
+        if not any(floats):  # integer codes alone, which are not rounded
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            return
         working = max((_working(each) for _, each in parts if each.is_floating_point), key=lambda kind: kind.itemsize)
         pieces = input_tensor.split(sizes)
         values = [

@@ -420,3 +420,36 @@ def test_what_was_rounded_away_does_not_move() -> None:
         run = mk.parallelize(build(Cell(mesh="dp_shard=4")), mesh, data=BOTH)
         with pytest.raises(PlanError, match="gradients are reduced with error feedback, and what rounding took"):
             run.move(mk.Strategy(mesh="dp_shard=2 tp=2"))
+
+
+# ------------------------------------------------------------------------------------------------------- units without floats
+
+
+class Coded(nn.Module):
+    """Integer codes, two dtypes of them, between layers of floats."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        codes = [torch.arange(10, dtype=dtype).view(5, 2) for dtype in dtypes]
+        self.codes = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in codes)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(2 * len(dtypes), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        coded = torch.cat(list(self.codes), 1).to(x.dtype)
+        out: Tensor = self.last(self.first(x) @ coded)
+        return out.square().sum()
+
+
+def coded_loss(policy: DataPolicy, dtypes: tuple[torch.dtype, ...]) -> float:
+    torch.manual_seed(0)
+    mesh = mk.init_mesh("dp_shard=2")
+    model = mk.fully_shard(Coded(*dtypes).double(), mesh.data, units=["first", "last"], policy=policy)
+    loss = model(torch.ones(2, 3, dtype=torch.float64))
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.uint8,), (torch.uint8, torch.int16)], ids=["one dtype", "two"])
+def test_a_unit_of_integer_codes_alone_travels_as_it_is(dtypes: tuple[torch.dtype, ...]) -> None:
+    (plain, _), (quantized, _) = (pool(2).run(coded_loss, policy, dtypes) for policy in (DataPolicy(), BOTH))
+    assert quantized == pytest.approx(plain, rel=0.05)

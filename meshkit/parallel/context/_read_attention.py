@@ -77,9 +77,9 @@ def _noted(name: str, function: Callable[..., Tensor], *inputs: Tensor | None) -
 
 
 def _like_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
-    """[B, T, H, V], with a gradient where the scan's result has one."""
+    """[B, T, H, V] in the dtype of v, with a gradient where the scan's result has one."""
     out = v * (q.sum() + k.sum()) * log_decay.unsqueeze(-1)
-    return out if beta is None else out * beta.unsqueeze(-1)
+    return (out if beta is None else out * beta.unsqueeze(-1)).to(v.dtype)
 
 
 def _like_convolution(x: Tensor, weight: Tensor) -> Tensor:

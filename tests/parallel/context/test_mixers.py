@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshkit import parallelize
 from meshkit.mask import Mask
+from meshkit.mesh import fake_world, init_mesh
 from meshkit.parallel.context import Layout, Shape, SplitMask, chain_of, choose, halo_traffic, state_traffic
 from meshkit.parallel.context._pieces import pieces_of
 from meshkit.preflight.observe import observe
 from meshkit.strategy import ContextPolicy
-from tests.laws.parity.cases import mesh_for
+from tests.laws.parity.cases import Cell, build, mesh_for, plan_of
 from tests.models.mixers import recurrence
 from tests.parallel.context.test_attention import Case, own, split_mask
 from tests.world import pool
@@ -153,3 +155,13 @@ def test_documents_that_end_where_ranks_do_pass_nothing() -> None:
     layout = layout_of_ranks(case)
     assert all(piece.begins for piece in pieces_of(layout))
     assert chain_of(layout) == (0, 0)
+
+
+@pytest.mark.parametrize("mixer", ["delta", "mamba2"])
+def test_a_model_in_bf16_is_read_in_bf16(mixer: str) -> None:
+    cell = Cell(mesh="cp=2", mixer=mixer, dtype="bfloat16")
+    model, dtypes = build(cell), set[torch.dtype]()
+    model.get_submodule("layers.0.mixer").register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    with fake_world(2):
+        parallelize(model, init_mesh("cp=2", device_type="cpu"), plan=plan_of(cell))
+    assert dtypes == {torch.bfloat16}
