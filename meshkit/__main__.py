@@ -214,7 +214,7 @@ def parse_times(words: str) -> Times:
 def main() -> None:
     choose = tyro.extras.subcommand_cli_from_dict
     try:
-        named = sys.argv[2:3] and sys.argv[2] in RECIPES and not Path(sys.argv[2]).exists()
+        named = sys.argv[2:3] and sys.argv[2] in RECIPES and not Path(sys.argv[2]).is_file()
         if named and sys.argv[1] in OF_SCRIPTS:
             sys.argv[2] = str(recipe_file(sys.argv[2]))
         if sys.argv[1:2] == ["train"] and sys.argv[2:] not in (["--help"], ["-h"]):

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from meshkit.errors import DataError, PlanError
 
@@ -46,10 +47,10 @@ def train(words: Sequence[str]) -> None:
     """Run a recipe: `meshkit train [OPTIONS OF TORCHRUN] RECIPE [FLAGS OF THE RECIPE]`.
 
     Without options of torchrun it runs in this process, which may itself be a rank of `torchrun -m meshkit train RECIPE`.
-    Raises: PlanError for no recipe among the words.
+    Raises: PlanError for no recipe after the options, and for options that torchrun does not take.
     """
-    at = next((number for number, word in enumerate(words) if word in RECIPES), None)
-    if at is None:
+    at = 0 if words and words[0] in RECIPES else _after_options(words)
+    if at is None or words[at] not in RECIPES:
         said = " ".join(words) or "nothing"
         raise PlanError(
             f"train needs the name of a recipe and got {said}. Say meshkit train [--nproc-per-node N] RECIPE [FLAGS]; "
@@ -62,6 +63,28 @@ def train(words: Sequence[str]) -> None:
         os.execv(sys.executable, launch)  # signals go to torchrun itself
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
+
+
+def _after_options(words: Sequence[str]) -> int | None:
+    """Where the first word is that is no option of torchrun, and no value of one."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints a page of usage
+    try:
+        parsed = parser.parse_args([*words, "none"])  # one word more, for where there is no recipe among them
+        ranks, nodes = determine_local_world_size(parsed.nproc_per_node), parse_min_max_nnodes(parsed.nnodes)
+        if ranks < 1 or nodes[0] < 1:
+            refuse(f"--nproc-per-node {ranks} --nnodes {parsed.nnodes} makes no rank")
+    except (ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"train {' '.join(words)}: torchrun says: {str(error).rstrip('.')}. Correct its options."
+        ) from None
+    return len(words) - len(parsed.training_script_args) if parsed.training_script_args else None
 
 
 def copy(name: str, to: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,8 @@ from typing import Any
 from meshkit.core.read_file import read_text
 from meshkit.errors import DataError
 
+from .folders import at_home
+
 FILE = "config.toml"
 _ADVICE = "Give a TOML file of flags, as a run writes config.toml into its --out."
 
@@ -26,7 +28,7 @@ def with_file(args: Sequence[str], names: Collection[str]) -> list[str]:
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag == "--config" and (equals or at + 1 < len(words)):
-            return [*_words(Path(value if equals else words[at + 1]), names), *words]
+            return [*_words(at_home("config", Path(value if equals else words[at + 1])), names), *words]
     return words
 
 

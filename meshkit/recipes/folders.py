@@ -1,11 +1,28 @@
-"""Folders that a recipe writes to: refused at once, and not by the first write minutes later."""
+"""Paths in flags: `~` is the home, and a folder that cannot be written to is refused at once, not minutes later."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from meshkit.errors import DataError
+
+
+def at_home(flag: str, value: Any) -> Any:
+    """The value of a flag, paths in it without `~`, which a shell leaves in `--out=~/runs` and in a file of flags.
+
+    Raises: DataError for the home of a user who is not there.
+    """
+    if isinstance(value, tuple):
+        return tuple(at_home(flag, each) for each in value)
+    if not isinstance(value, Path):
+        return value
+    try:
+        return value.expanduser()
+    except RuntimeError:
+        name = flag.replace("_", "-")
+        raise DataError(f"--{name} {value}: no user is called {value.parts[0][1:]}. Give the whole path.") from None
 
 
 def refuse_folder(flag: str, folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +80,56 @@ def test_a_recipe_that_is_none_is_told() -> None:
         recipe_file("gpro")
     with pytest.raises(PlanError, match="train needs the name of a recipe and got --nproc-per-node 2"):
         train(["--nproc-per-node", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("pretran --out sft", "train needs the name of a recipe and got pretran --out sft"),
+        ("--nproc-per-node 2 pretran --out sft", "needs the name of a recipe and got --nproc-per-node 2 pretran"),
+        ("--nproc-per-node two sft", r"torchrun says: Unsupported nproc_per_node value: two\. Correct its options"),
+        ("--nproc-per-node 0 sft", "torchrun says: --nproc-per-node 0 --nnodes 1:1 makes no rank"),
+        ("--nnodes few sft", "torchrun says: invalid literal"),
+        ("--steps 2 sft", "torchrun says: unrecognized arguments: --steps"),
+    ],
+)
+def test_the_recipe_is_the_first_word_after_the_options(words: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        train(words.split())
+
+
+def test_a_value_of_an_option_is_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: launched.append(words))
+    monkeypatch.setattr(runpy, "run_path", lambda *args, **kwargs: {})
+    monkeypatch.setattr(sys, "argv", ["meshkit"])
+    train(["--log-dir", "sft", "--nproc-per-node=2", "grpo", "--out", "dpo"])
+    assert launched[0][3:] == ["--log-dir", "sft", "--nproc-per-node=2", str(recipe_file("grpo")), "--out", "dpo"]
+
+
+def test_a_tilde_is_the_home_in_a_flag_and_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `--out=~/runs` as it is: the folder was made in the home, and the run wrote to one called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text("out = '~/runs'\ntokenizer = '~/words'")
+    config = config_of("sft").parse(["--config=~/mine.toml", "--pretrained=~/model"])
+    assert config_of("dpo").parse(["--out", str(tmp_path)]).cache == tmp_path / ".cache" / "meshkit"
+    assert config.out == tmp_path / "runs" and config.tokenizer == tmp_path / "words"
+    assert config.pretrained == tmp_path / "model"
+    with pytest.raises(DataError, match=r"--reference-file ~nobody-here/a: no user is called nobody-here\. Give"):
+        config_of("dpo").parse(["--reference-file=~nobody-here/a"])
+
+
+def test_a_folder_does_not_hide_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshkit import __main__ as program
+
+    read: list[str] = []
+    monkeypatch.setattr(program, "command", lambda words: read.append(words[0]))
+    monkeypatch.setattr(sys, "argv", ["meshkit", "estimate", "sft"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft").mkdir()
+    program.main()
+    (tmp_path / "sft").rmdir()
+    (tmp_path / "sft").write_text("")  # a script of one's own
+    sys.argv = ["meshkit", "estimate", "sft"]
+    program.main()
+    assert read == [str(recipe_file("sft")), "sft"]

@@ -16,7 +16,7 @@ from meshkit.errors import DataError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.recipes.flag_file import with_file, write_flags
 from meshkit.recipes.flags._run import StepFlags
-from meshkit.recipes.folders import refuse_folder
+from meshkit.recipes.folders import at_home, refuse_folder
 from meshkit.recipes.ranges import Count, Ranged
 from meshkit.strategy import (
     ActivationOffload,
@@ -90,6 +90,7 @@ class ParallelFlags(Ranged):
 
         args = with_file(sys.argv[1:] if args is None else args, {field.name for field in dataclasses.fields(cls)})
         config: Self = tyro.cli(cls, args=args, **options)
+        config = dataclasses.replace(config, **{name: at_home(name, value) for name, value in vars(config).items()})
         # tyro says what a flag holds, not whether it was given. Both spellings of a bool: --sequence and --no-sequence.
         words = [word for word in args if word.startswith("--")]
         names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
