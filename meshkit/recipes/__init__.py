@@ -1,6 +1,5 @@
 """What recipes share: flags, the session that owns files and clocks, tasks, evaluation. No maths, no hooks."""
 
-from .environments import playing_engine as playing_engine
 from .evaluation import bits_per_byte as bits_per_byte
 from .evaluation import greedy_score as greedy_score
 from .evaluation import nats_per_token as nats_per_token
@@ -33,6 +32,7 @@ from .inputs import preference_rows as preference_rows
 from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
 from .planned import planned_ppo as planned_ppo
+from .playing import playing_engine as playing_engine
 from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy

@@ -1,4 +1,4 @@
-"""Environments of reinforcement learning recipes: by name or of a user's own file, and the engine that plays in them."""
+"""Environments of reinforcement learning recipes: by name, or of a user's own file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshkit.algos.environments import Calculator, Environment, EnvironmentPool, GuessingGame, Player, chat_turns
-from meshkit.algos.rollout import Engine, KeptCache, generate, has_paged_cache
+from meshkit.algos.environments import Calculator, Environment, GuessingGame
 from meshkit.core.import_file import import_file
-from meshkit.data import Chat, Tokenizer, load_chat_template
 from meshkit.errors import DataError
-from meshkit.models import config_from_pretrained
-from meshkit.step import Run
-
-from .flags import EnvironmentFlags
-from .policy import engine_of
-from .tasks import Tasks
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"calculator": Calculator, "guessing": GuessingGame}
 """by the names that recipes have for them"""
@@ -75,30 +67,3 @@ def environment_of(word: str) -> Callable[[], Environment]:
         )
     _class_of(file, name)
     return partial(FileEnvironment, file, name)
-
-
-def playing_engine(config: EnvironmentFlags, run: Run, tasks: Tasks, tokenizer: Tokenizer) -> Engine:
-    """`engine_of`, and with an environment a `Player` by it, whose cache stays between turns."""
-    engine = engine_of(config, run)
-    if not tasks.environment:
-        return engine
-    if config.engine == "meshkit" and has_paged_cache(run):
-        engine = partial(generate, run, cache=KeptCache())
-    most = config.tokens_per_microbatch
-    if config.pretrained is not None:
-        most = min(most, getattr(config_from_pretrained(config.pretrained), "max_position_embeddings", most))
-    chats = any("messages" in row.fields for row in tasks.train[:1])
-    encode: Callable[[str], list[int]] = tokenizer.encode
-    if chats and config.pretrained is not None:
-        chat = Chat(tokenizer=tokenizer, template=load_chat_template(config.pretrained))
-        encode = chat_turns(chat, stop=tokenizer.backend.id_to_token(tokenizer.eos_id) or "")
-    return Player(
-        mesh=run.mesh,
-        engine=engine,
-        environment=environment_of(tasks.environment),
-        encode=encode,
-        turns=tasks.turns,
-        pool=EnvironmentPool(workers=config.environment_workers, timeout_s=config.reward_timeout_s),
-        groups=config.turn_groups,
-        max_tokens=most,
-    )

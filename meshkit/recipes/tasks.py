@@ -30,6 +30,7 @@ from meshkit.data import (
 from meshkit.errors import DataError, RewardError
 from meshkit.models import LlamaConfig
 
+from .environments import environment_of
 from .rewards import Rewards
 
 # Small enough that rollouts of a step take seconds on two cores, and large enough to learn the tasks.
@@ -105,8 +106,10 @@ class Tasks:
     turns: int = 1
 
     def refuse_failing_reward(self) -> None:
-        """Raises: RewardError if the reward raises for the first row's completion, or for "" where the row has none."""
+        """Raises: RewardError if the reward raises for the first row's completion, or for "" where the row has none;
+        DataError for an environment that is not there."""
         if self.environment:
+            environment_of(self.environment)
             return
         row = self.train[0]
         text = str(row.fields.get("completion", ""))

@@ -98,3 +98,10 @@ def test_environments_that_do_not_exist_and_rewards_beside_them_are_refused(tmp_
         environment_of(f"{tmp_path / 'empty.py'}:Parrot")
     with pytest.raises(DataError, match="--reward exact: an environment gives the reward"):
         load_tasks("guessing", reward=("exact",))
+
+
+def test_an_environment_that_is_not_there_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    status, output = run(1, RECIPE, *flags(tmp_path / "out", environment="nofile.py:Game"), timeout_s=120)
+    assert status != 0
+    assert 'neither one of calculator, guessing nor "file.py:Class" of a file that exists' in output
+    assert "fine-tuning" not in output and not list((tmp_path / "out").glob("**/*.safetensors"))
