@@ -21,6 +21,7 @@ from meshkit.models import (
     Llama,
     YarnScaling,
     build_model,
+    check_pretrained,
     config_from_pretrained,
     load_pretrained,
     save_config,
@@ -497,3 +498,8 @@ def test_what_a_folder_lacks_for_experts_and_modules_ahead_is_said(tmp_path: Pat
     fewer = build_model(dataclasses.replace(model.config, n_routed_experts=12))
     with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.1.mlp.experts.8.gate_proj.weight'"):
         load_pretrained(fewer, tmp_path / "out")
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: there is no such folder. .*; nothing is downloaded"):
+        check_pretrained(tmp_path / "nowhere")

@@ -150,6 +150,10 @@ def load_tokenizer(
     folder = Path(folder)
     path = folder / "tokenizer.json"
     check_digests(folder, ["tokenizer.json", "tokenizer_config.json"], DataError)
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: there is no such folder. Name one that holds tokenizer.json; nothing is downloaded."
+        )
     if not path.is_file():
         raise DataError(f"{path}: no tokenizer there. Train one, or name a folder that holds tokenizer.json.")
     try:

@@ -135,6 +135,11 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if single.exists():
         with open_safetensors(single) as reader:
             return dict.fromkeys(reader.keys(), single)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder. Name one that holds a model's {WEIGHTS_FILE} or {INDEX_FILE}; nothing is "
+            "downloaded."
+        )
     if not index.exists():
         raise CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}.")
     weight_map = read_json(index).get("weight_map")

@@ -97,6 +97,8 @@ def test_tokenizer_that_loses_bytes_has_no_bytes_per_token() -> None:
 
 
 def test_bad_tokenizer_folders_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: there is no such folder. Name one .*; nothing is downloaded"):
+        load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"tokenizer.json: no tokenizer there. Train one"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"half": ')
