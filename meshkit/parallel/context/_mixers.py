@@ -121,7 +121,7 @@ def _flops(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, *rest: Any, out_sh
     return int(v[0] * v[1] * scan_flops(v[2], q[3], v[3], delta=beta is not None))
 
 
-@register_flop_formula(torch.ops.meshkit.context_linear_attention_backward)  # type: ignore[untyped-decorator, unused-ignore]
+@register_flop_formula(torch.ops.meshkit.context_linear_attention_backward)  # type: ignore[untyped-decorator, unused-ignore]  # same
 def _flops_of_backward(
     dout: Any, q: Any, k: Any, v: Any, log_decay: Any, beta: Any, *rest: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
