@@ -102,7 +102,7 @@ def _step(table: Schedule, rank: int, p2p: P2P, events: list[Event], host_waits:
         p2p.expect(index)
         p2p.expect(index + 1)
         for task in row.tasks:
-            need = need_of(task, table.stages)
+            need = need_of(task, table)
             if need is not None:
                 p2p.receive(need)
             if host_waits and task.op == "F":

@@ -199,7 +199,7 @@ def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
                 yield rank, index - 1
             index -= 1
             continue
-        sources = [cell_of[need] for need in needs(row, schedule.stages)]
+        sources = [cell_of[need] for need in needs(row, schedule)]
         if not sources:
             return
         rank, index = max(sources, key=lambda at: events[at[0]][at[1]].end_s)
