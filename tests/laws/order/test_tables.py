@@ -9,7 +9,7 @@ from itertools import chain, product
 import pytest
 
 from meshkit.errors import MeshkitError
-from meshkit.parallel.pipeline._channels import Channels, rounds_of
+from meshkit.parallel.pipeline._channels import Channels, in_rounds, ways_of
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.preflight.order import EAGER, LAZY, Call, Event, Rules, deadlock, mismatches
@@ -28,7 +28,7 @@ def table_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
 
 
 def by_ways(table: Schedule, *, tied: bool, host_waits: bool) -> list[list[Event]]:
-    ways = list(chain.from_iterable(rounds_of(table.placement, tied=tied)))
+    ways = list(chain.from_iterable(in_rounds(ways_of(table.placement, tied=tied))))
 
     def opened(rank: int, events: list[Event]) -> Channels:
         channels = WayChannels(rank, events)

@@ -9,11 +9,12 @@ from typing import Literal
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import peak_live
-from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, simulate
+from meshkit.parallel.pipeline._simulate import Simulation, Times, simulate
 from meshkit.parallel.pipeline._table import Schedule, Task, needs
 
+from ._costs import costs_of
 from ._dualpipe_v import dualpipe_v
-from ._greedy import EPSILON, RULES, Costs, Plan, depth_first, list_schedule, plan_peak
+from ._greedy import EPSILON, RULES, Plan, depth_first, list_schedule, plan_peak
 from ._hanayo import hanayo, steady_block
 from ._one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from ._placement import at_least_one, loop, schedule_of, wave
@@ -93,7 +94,7 @@ def _candidates(
         plans += [half_block(ranks, microbatches), min_block(ranks, microbatches)]
     if len(rank_of) % (2 * ranks) == 0 and rank_of == wave(ranks, len(rank_of) // ranks):
         plans.append(steady_block(rank_of, ranks, microbatches))
-    costs = _costs(times, len(rank_of))
+    costs = costs_of(times, len(rank_of))
     for plan, rule, patience in product(plans, RULES, (None, *PATIENCE)):
         if max(map(plan_peak, plan)) > limit:
             continue
@@ -132,20 +133,6 @@ def _table(microbatches: int, rank_of: tuple[int, ...], orders: Plan, ranks: int
 
 def _with_whole_backwards(plan: Plan) -> Plan:
     return tuple(tuple(Task("B", *task[1:]) if task.op == "I" else task for task in rank) for rank in plan)
-
-
-def _costs(times: Times, stages: int) -> Costs:
-    def per_stage(value: PerStage) -> tuple[float, ...]:
-        return tuple(value) if isinstance(value, tuple) else (value,) * stages
-
-    i_s, w_s, hop_s = per_stage(times.i_s), per_stage(times.w_s), times.hop_s
-    return Costs(
-        f_s=per_stage(times.f_s),
-        i_s=i_s,
-        w_s=w_s,
-        b_s=tuple(map(sum, zip(i_s, w_s, strict=True))) if times.b_s is None else per_stage(times.b_s),
-        hop=hop_s if callable(hop_s) else lambda source, target: hop_s,
-    )
 
 
 def _peak(schedule: Schedule) -> int:
