@@ -173,7 +173,9 @@ def _check_cell(schedule: Schedule, rank: int, index: int, row: Row) -> None:
             _refuse(schedule, (rank, index), problem, f"Microbatches count from 0 to {schedule.microbatches - 1}.")
         if task.stage not in schedule.paths[task.microbatch]:
             path = schedule.paths[task.microbatch]
-            problem = f"{at}, is of stage {task.stage}, which is not on the path of microbatch {task.microbatch}, {path}."
+            problem = (
+                f"{at}, is of stage {task.stage}, which is not on the path of microbatch {task.microbatch}, {path}."
+            )
             _refuse(schedule, (rank, index), problem, "Leave it out, or change the path.")
         if schedule.placement[task.stage] != rank:
             owner = schedule.placement[task.stage]

@@ -46,12 +46,17 @@ class Cut:
         """The ranks of the first and the last stage."""
         return self.placement[0], self.placement[-1]
 
+    @property
+    def named(self) -> bool:
+        """Whether the schedule has a name: such a table passes all stages, and is the same each time."""
+        return self.generate in NAMES.values()
+
     def checked(self, ranks: int, microbatches: int) -> Checked:
         """The schedule's table, checked. That of a name is kept: a file's or a function's may be another the next time.
 
         Raises: PlanError where there is none, and where it skips stages of a model that does not allow it.
         """
-        made = _checked if self.generate in NAMES.values() else _checked.__wrapped__
+        made = _checked if self.named else _checked.__wrapped__
         checked = made(self.generate, ranks, microbatches)
         refuse_skips(checked.schedule, self.no_skips)
         return checked
@@ -143,9 +148,7 @@ def plan_pipeline(
         width, no_skips = flow.width(rows_tokens), why_not_skip(flow)
     tied = _tied(model, stages)
     told = read is not None
-    return Cut(
-        stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), told, no_skips
-    )
+    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), told, no_skips)
 
 
 def _trace(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:

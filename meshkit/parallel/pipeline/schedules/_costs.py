@@ -14,7 +14,9 @@ def costs_of(times: Times, stages: int) -> Costs:
     def per_stage(name: str, value: PerStage) -> tuple[float, ...]:
         values = tuple(value) if isinstance(value, tuple) else (value,) * stages
         if len(values) != stages:
-            raise PlanError(f"{name} has {len(values)} values, but there are {stages} stages. Give one for each, or one for all.")
+            raise PlanError(
+                f"{name} has {len(values)} values, but there are {stages} stages. Give one for each, or one for all."
+            )
         return values
 
     i_s, w_s, hop_s = per_stage("i_s", times.i_s), per_stage("w_s", times.w_s), times.hop_s

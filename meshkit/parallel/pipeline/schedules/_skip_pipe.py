@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise, product
 
 from meshkit.errors import PlanError
@@ -12,10 +12,11 @@ from meshkit.parallel.pipeline._simulate import Times, simulate
 from meshkit.parallel.pipeline._table import Schedule, Task
 
 from ._costs import costs_of
+from ._exchange import improved
 from ._greedy import Costs
 from ._placement import at_least_one, loop, schedule_of
 
-VISITS = 200_000  # tasks that the search for paths schedules: some seconds
+VISITS = 60_000  # tasks that the search for paths schedules: about two seconds
 Paths = tuple[Path, ...]
 
 
@@ -39,8 +40,9 @@ def skip_pipe(
     max_live: how many microbatches are under way at a time, `ranks` by default as in 1F1B.
     Activations: at most max_live microbatches on every rank.
     Deterministic. One stage per rank, whole backwards. The paths begin as a rotation, with the shortest hops first where they
-    may be reordered; then two microbatches exchange stages, or one changes its order, while the step ends sooner. Every
-    candidate is a list schedule: a free rank runs what has arrived, so no two microbatches meet on a rank.
+    may be reordered; then microbatches exchange stages, or change their order, from the best found so far on. Each candidate
+    is a list schedule, in which a free rank runs what has arrived, so that no two microbatches meet on a rank; the last one's
+    rows are exchanged on the critical path.
     Raises: PlanError for a ratio that skips more than the stages between the first and the last, and for absent ends.
     Source: Blagoev et al. 2025, SkipPipe (arXiv 2502.19913), whose scheduler finds paths without collisions by another search.
     """
@@ -49,12 +51,15 @@ def skip_pipe(
     _refuse(ranks, ratio, missing, max_live)
     times = times or Times()
     placement = loop(ranks, 1)
-    search = _Search(placement, costs_of(times, ranks), min(max_live or ranks, microbatches), reorder)
-    paths = search.best(list(_starts(ranks, microbatches, ratio, missing, search)))
-    tables = (
+    present = frozenset(range(1, ranks - 1)) - missing
+    search = _Search(placement, costs_of(times, ranks), min(max_live or ranks, microbatches), reorder, present)
+    left_out = max(0, round(ratio * ranks * microbatches) - len(missing) * microbatches)
+    paths = search.best(_starts(search, microbatches, left_out))
+    tables = [
         schedule_of("skip-pipe", microbatches, placement, orders, paths=paths) for orders in search.schedules(paths)
-    )
-    return min(tables, key=lambda table: simulate(table, times).makespan_s)
+    ]
+    best = min((simulate(table, times) for table in tables), key=lambda simulation: simulation.makespan_s)
+    return improved(best, times, search.limit).schedule
 
 
 def _refuse(ranks: int, ratio: float, absent: frozenset[int], max_live: int | None) -> None:
@@ -73,21 +78,18 @@ def _refuse(ranks: int, ratio: float, absent: frozenset[int], max_live: int | No
         at_least_one("skip_pipe", max_live=max_live)
 
 
-def _starts(
-    ranks: int, microbatches: int, ratio: float, absent: frozenset[int], search: _Search
-) -> Iterator[Paths]:
+def _starts(search: _Search, microbatches: int, left_out: int) -> Iterator[Paths]:
     """Rotations: the stages that a microbatch skips follow those of the microbatch before it."""
-    present = [stage for stage in range(1, ranks - 1) if stage not in absent]
-    left_out = max(0, round(ratio * ranks * microbatches) - len(absent) * microbatches)
+    present, last = sorted(search.present), len(search.placement) - 1
     # All passes that are left out in one line, cut into microbatches: both counts then differ by one at most.
+    edges = [left_out * microbatch // microbatches for microbatch in range(microbatches + 1)]
     for stride in range(1, max(2, len(present))):
         turns = _rotation(len(present), stride)
-        edges = [left_out * microbatch // microbatches for microbatch in range(microbatches + 1)]
         paths = []
         for begin, end in pairwise(edges):
-            skipped = {present[turns[turn % len(turns)]] for turn in range(begin, end)} if present else set()
+            skipped = {present[turns[turn % len(turns)]] for turn in range(begin, end)}
             middle = [stage for stage in present if stage not in skipped]
-            paths.append((0, *middle, ranks - 1) if ranks > 1 else (0,))
+            paths.append((0, *middle, last) if last else (0,))
         yield tuple(paths)
         if search.reorder:
             yield tuple(map(search.shortest, paths))
@@ -105,50 +107,74 @@ def _rotation(count: int, stride: int) -> list[int]:
 
 
 class _Search:
-    """Paths whose list schedule ends soonest. limit: microbatches under way at a time."""
+    """Paths whose list schedule ends soonest. limit: microbatches under way at a time. present: stages that can be passed or
+    skipped."""
 
-    def __init__(self, placement: Sequence[int], costs: Costs, limit: int, reorder: bool) -> None:
-        self.placement, self.costs, self.limit, self.reorder = placement, costs, limit, reorder
+    def __init__(
+        self, placement: Sequence[int], costs: Costs, limit: int, reorder: bool, present: frozenset[int]
+    ) -> None:
+        self.placement, self.costs, self.limit, self.reorder, self.present = placement, costs, limit, reorder, present
         self.visits = VISITS
 
-    def best(self, starts: Sequence[Paths]) -> Paths:
-        found = [(self.seconds(paths), number, paths) for number, paths in enumerate(dict.fromkeys(starts))]
-        ended = []
-        for share, (seconds, number, paths) in enumerate(sorted(found)):
-            # The later ones, which start worse, with what the first have left.
-            self.visits = max(self.visits, VISITS // 4) if share < 2 else self.visits
-            ended.append((*self._improved(paths, seconds), number))
-        return min(ended, key=lambda each: (each[1], each[2]))[0]
+    def best(self, starts: Iterable[Paths]) -> Paths:
+        """Best first: of the best paths of which not all neighbours are seen, the next. Where there are few, all are seen."""
+        seen: dict[Paths, float] = {}
+        frontier: list[tuple[float, int, Iterator[Paths]]] = []
 
-    def _improved(self, paths: Paths, seconds: float) -> tuple[Paths, float]:
-        improved = True
-        while improved and self.visits > 0:
-            improved = False
-            for other in self._neighbours(paths):
-                if self.visits <= 0:
-                    break
-                if (ends_s := self.seconds(other)) < seconds:
-                    paths, seconds, improved = other, ends_s, True
-                    break
-        return paths, seconds
+        def look(paths: Paths) -> None:
+            seconds = self.seconds(paths)
+            heapq.heappush(frontier, (seconds, len(seen), self._neighbours(paths)))
+            seen[paths] = seconds
+
+        for paths in dict.fromkeys(starts):
+            look(paths)
+        while frontier and self.visits > 0:
+            unseen = next((paths for paths in frontier[0][2] if paths not in seen), None)
+            if unseen is None:
+                heapq.heappop(frontier)
+            else:
+                look(unseen)
+        return min(seen, key=seen.__getitem__)
 
     def _neighbours(self, paths: Paths) -> Iterator[Paths]:
+        """As many passes in all, and stages and microbatches as even as they were asked to be."""
         for one, other in combinations(range(len(paths)), 2):
-            first, second = paths[one], paths[other]
-            if first == second:
-                continue
-            yield _with(paths, {one: second, other: first})
-            for mine, theirs in product(set(first) - set(second), set(second) - set(first)):
-                yield _with(paths, {one: self._put(first, mine, theirs), other: self._put(second, theirs, mine)})
+            if paths[one] != paths[other]:
+                yield _with(paths, {one: paths[other], other: paths[one]})
         for number, path in enumerate(paths if self.reorder else ()):
             for one, other in combinations(range(1, len(path) - 1), 2):
                 swapped = list(path)
                 swapped[one], swapped[other] = swapped[other], swapped[one]
                 yield _with(paths, {number: tuple(swapped)})
+        # A stage less on one path, and one more on this or another.
+        for one, other in product(range(len(paths)), repeat=2):
+            for dropped in paths[one][1:-1]:
+                for added in self.present - set(paths[other]):
+                    less = _with(paths, {one: tuple(stage for stage in paths[one] if stage != dropped)})
+                    for more in self._longer(less[other], added):
+                        if self._even(found := _with(less, {other: more})):
+                            yield found
+        # Each of two with a stage of the other's.
+        for one, other in combinations(range(len(paths)), 2):
+            for mine, theirs in product(set(paths[one]) - set(paths[other]), set(paths[other]) - set(paths[one])):
+                first, second = (
+                    tuple(new if stage == old else stage for stage in path)
+                    for path, old, new in ((paths[one], mine, theirs), (paths[other], theirs, mine))
+                )
+                if not self.reorder:
+                    first, second = tuple(sorted(first)), tuple(sorted(second))
+                yield _with(paths, {one: first, other: second})
 
-    def _put(self, path: Path, old: int, new: int) -> Path:
-        changed = tuple(new if stage == old else stage for stage in path)
-        return changed if self.reorder else tuple(sorted(changed))
+    def _longer(self, path: Path, added: int) -> Iterator[Path]:
+        if self.reorder:
+            yield from ((*path[:place], added, *path[place:]) for place in range(1, len(path)))
+        else:
+            yield tuple(sorted((*path, added)))
+
+    def _even(self, paths: Paths) -> bool:
+        lengths = [len(path) for path in paths]
+        passing = [sum(stage in path for path in paths) for stage in self.present]
+        return max(lengths) - min(lengths) <= 1 and max(passing) - min(passing) <= 1
 
     def shortest(self, path: Path) -> Path:
         """The path with its stages in an order of short hops: two change places while that is shorter."""
@@ -177,9 +203,7 @@ class _Search:
     def schedules(self, paths: Paths) -> list[list[list[Task]]]:
         return [self._list_schedule(paths, rule)[1] for rule in (_backward_first, _forward_first)]
 
-    def _list_schedule(
-        self, paths: Paths, rule: Callable[[Task], tuple[int, int]]
-    ) -> tuple[float, list[list[Task]]]:
+    def _list_schedule(self, paths: Paths, rule: Callable[[Task], tuple[int, int]]) -> tuple[float, list[list[Task]]]:
         """(seconds, tasks of each rank in order): a free rank runs, of what has arrived, what the rule prefers."""
         ranks = 1 + max(self.placement)
         arrived: list[list[Task]] = [[] for _ in range(ranks)]
