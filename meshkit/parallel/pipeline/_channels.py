@@ -5,8 +5,8 @@ NCCL matches the messages of two ranks by order alone, runs what is issued on a 
 both hosts wait when a communicator is made, which it is at its first use. So each way from one rank to another has a group of
 these two ranks and a communicator of its own: a receive that is posted ahead stands in front of nothing but later messages of
 the same sender. All are made and used once when the stages are cut, by every rank in the order of one list, so no host waits
-for a communicator in a step. Those that only a table with skipped stages takes are made before its first step. What is sent is one batch for each message, since a send outside of a batch makes one more
-communicator on torch 2.11 to 2.14.
+for a communicator in a step; those that only a table with skipped stages takes, and that is not known then, before its first.
+What is sent is one batch for each message, since a send outside of a batch makes one more communicator on torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

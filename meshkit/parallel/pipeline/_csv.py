@@ -8,7 +8,9 @@
     0,0,F,0,,
     0,0,B,0,,
 
-Where microbatches skip stages, the line `paths,0 2 3,0 1 3` before the columns has the stages that each passes. torch's has a line per rank and an action per cell: 0F0, 1I2, 1W2, 1B2, (0F3;3B1)OVERLAP_F_B, or nothing.
+Where microbatches skip stages, the line `paths,0 2 3,0 1 3` before the columns has the stages that each passes.
+
+torch's has a line per rank and an action per cell: 0F0, 1I2, 1W2, 1B2, (0F3;3B1)OVERLAP_F_B, or nothing.
 """
 
 from __future__ import annotations

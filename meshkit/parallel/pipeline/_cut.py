@@ -28,7 +28,8 @@ class Cut:
     splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
     something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
     of the full model, on meta. read: whether the program told in which order modules are called. no_skips: why no microbatch
-    can skip a stage, where the program told.
+    can skip a stage, where the program told. ways: (from, to) of messages between ranks in the table that was given, or in
+    that of two microbatches.
     """
 
     stages: Stages
@@ -40,6 +41,7 @@ class Cut:
     tensors: dict[str, Tensor]
     read: bool = False
     no_skips: str = ""
+    ways: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -147,8 +149,18 @@ def plan_pipeline(
         flow = flow_of(read, model, stages)
         width, no_skips = flow.width(rows_tokens), why_not_skip(flow)
     tied = _tied(model, stages)
-    told = read is not None
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), told, no_skips)
+    return Cut(
+        stages=stages,
+        generate=generate,
+        placement=table.placement,
+        splits_backward=table.splits_backward,
+        width=width,
+        tied=tied,
+        tensors=_tensors(model),
+        read=read is not None,
+        no_skips=no_skips,
+        ways=table.ways,
+    )
 
 
 def _trace(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:

@@ -173,7 +173,7 @@ class Pipeline:
         return result
 
     def _open(self, schedule: Schedule, flows: Iterable[Flow]) -> None:
-        """Before the first step of a table that skips stages: the channels between stages that are no neighbours."""
+        """Before the first step of a table that skips stages: the channels that were not known when the stages were cut."""
         if not schedule.skips:
             return
         for flow in dict.fromkeys(flows):
@@ -274,7 +274,8 @@ def pipeline_parallel(
     default, and how many blocks each stage has. dtype: what the module computes in; default: that of its parameters.
     The module then runs by `pipeline_of(module).forward_backward(microbatches, loss, scale)`.
     Wire: for each microbatch, what later stages need of earlier ones (the hidden state) once forward and its gradient once
-    backward between stages on different ranks, of those that it passes; with a tied embedding and head on different ranks, their gradient once a step.
+    backward between stages on different ranks, of those that it passes; with a tied embedding and head on different ranks,
+    their gradient once a step.
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
@@ -331,7 +332,7 @@ def cut_stages(
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
-    channels = open_channels(group, in_rounds(ways_of(cut.placement, tied=bool(cut.copied))), device)
+    channels = open_channels(group, in_rounds(ways_of(cut.placement, tied=bool(cut.copied)) | cut.ways), device)
     module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels, Produced(mesh, data))
     return module
 

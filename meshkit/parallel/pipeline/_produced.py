@@ -29,10 +29,10 @@ _TIED = -1  # in place of a cut
 # [Note: gradients that are not there]
 # A message of gradients has the same tensors in every step, zeros where the reader made none. What is zeros for want of a
 # gradient is told beside, over the store, in the first step of a kind (one loss, modules in the same mode, one path through
-# the stages, batches that differ in sizes alone): for each microbatch, before its gradients are sent, so the sender of the value leaves it out of its
-# backward. That costs a host milliseconds, and sends nothing between devices. Later steps of the kind do what that one did: a
-# value has a gradient if some microbatch on some data rank gave it one. A tied weight is told of by both of its ends, and
-# again where it has been frozen or thawed.
+# the stages, batches that differ in sizes alone): for each microbatch, before its gradients are sent, so the sender of the
+# value leaves it out of its backward. That costs a host milliseconds, and sends nothing between devices. Later steps of the
+# kind do what that one did: a value has a gradient if some microbatch on some data rank gave it one. A tied weight is told
+# of by both of its ends, and again where it has been frozen or thawed.
 
 # [Note: a step with other gradients than the first]
 # It goes on to its end, with messages as ever, and is refused there on every rank, before the optimizer. A rank that has a

@@ -132,8 +132,8 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
         table = built.pipeline.schedule(request.microbatches)
         if table.skips:
             raise PlanError(
-                f"check: microbatches of the schedule {table.name!r} skip stages, and one device runs all blocks, so that the "
-                "two differ as they should. Check with a schedule that passes all stages."
+                f"check: microbatches of the schedule {table.name!r} skip stages, and one device runs all blocks, so that "
+                "the two differ as they should. Check with a schedule that passes all stages."
             )
     _without_dropout(model)
     facts, stop = _step(request, mesh, built)

@@ -412,6 +412,6 @@ def _refuse_skips(resolved: Resolved) -> None:
     table = cut.checked(resolved.spec.pp, microbatches).schedule
     if table.skips:
         raise PlanError(
-            f"search: microbatches of the schedule {table.name!r} skip stages, so that it trains another model in its time than "
-            "strategies that skip none. Search without it, and compare by `forecast` what skipping saves."
+            f"search: microbatches of the schedule {table.name!r} skip stages, so that it trains another model in its time "
+            "than strategies that skip none. Search without it, and compare by `forecast` what skipping saves."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
-from meshkit.models.llama import Decoder
+from meshkit.errors import PlanError
+from meshkit.models.llama import LLAMA_PLAN, Decoder
 from meshkit.moe.aux_loss import Collected, collect, update_bias
-from meshkit.parallel.pipeline import Schedule, check, pipeline_of
+from meshkit.parallel.pipeline import Schedule, Times, check, pipeline_of
 from meshkit.parallel.pipeline.schedules import named, skip_pipe
+from meshkit.preflight.explain import Message
+from meshkit.strategy import PipelinePolicy
 from tests.compare_shards import computed_once, difference
 from tests.laws.parity.cases import ADAM, MAX_NORM, Cell, Moe, Outcome, batches, build, mesh_for, own_rows, start
+from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -49,7 +54,7 @@ def passed(model: Decoder, blocks: Sequence[int], rows: dict[str, Tensor]) -> tu
 
 
 def one_device(cell: Cell, blocks: list[list[int]], data_ranks: int) -> tuple[list, list, dict, dict]:
-    """Losses, norms, gradients of the first step (None where there is none) and final parameters. blocks: of each microbatch."""
+    """Losses, norms, gradients of the first step (None where there is none), final parameters. blocks: of each microbatch."""
     model = build(cell)
     groups = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
     optimizer = torch.optim.AdamW(
@@ -118,12 +123,13 @@ def equal_one_device(ranks: int, cell: Cell) -> None:
 # -------------------------------------------------------------------------------------------------------------- the tests
 
 SOME, OTHER, LAST = (0, 2, 3), (0, 1, 3), (0, 1, 2, 3)
+TURNED = skip_pipe(4, 5, ratio=0.2, reorder=True, times=Times(hop_s=lambda one, other: 4.0 * (abs(one - other) == 1)))
 CELLS = [
     (4, Cell(mesh="pp=4", layers=7, tied=True, schedule=left_out("1f1b", 4, SOME, OTHER, LAST))),
     # 5 rows in 7 microbatches: two are empty, and pass a path too.
     (4, Cell(mesh="pp=4", layers=6, schedule=left_out("gpipe", 4, SOME, OTHER, LAST, (0, 3), SOME, (0, 3), OTHER))),
     (4, Cell(mesh="pp=4", layers=5, all_masked_microbatch=True, schedule=left_out("zb-h1", 4, OTHER, SOME, SOME))),
-    (4, Cell(mesh="pp=4", layers=6, schedule=skip_pipe(4, 5, ratio=0.2, reorder=True))),
+    (4, Cell(mesh="pp=4", layers=6, schedule=TURNED)),
     (3, Cell(mesh="pp=3", layers=4, documents=True, tied=True, schedule=skip_pipe(3, 4))),
     (4, Cell(mesh="pp=2 dp_shard=2", layers=5, tied=True, schedule=left_out("zbv", 2, SOME, OTHER, (0, 3)))),
     (4, Cell(mesh="pp=2 dp_replicate=2", layers=5, schedule=left_out("interleaved", 2, SOME, LAST, SOME))),
@@ -155,3 +161,128 @@ CELLS = [
 def test_skipped_stages_equal_one_device_without_their_blocks(ranks: int, cell: Cell) -> None:
     check(cell.schedule)
     equal_one_device(ranks, cell)
+
+
+def test_the_reordered_table_of_these_tests_is_one() -> None:
+    assert any(path != tuple(sorted(path)) for path in TURNED.paths)
+
+
+def bytes_seen_and_said(cell: Cell) -> tuple[Counter[Message], Counter[Message]]:
+    run = start(cell)
+    return seen_and_said(run, own_rows(batches(cell)[0], run.mesh), microbatches=cell.schedule.microbatches)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        (4, Cell(mesh="pp=4", layers=6, tied=True, schedule=skip_pipe(4, 3, reorder=True))),
+        (4, Cell(mesh="pp=2 tp=2", layers=4, sequence=True, vocab=61, schedule=left_out("zbv", 2, OTHER, SOME, SOME))),
+        # A stage that nobody passes gathers no parameters, and reduces no gradients.
+        (4, Cell(mesh="pp=2 dp_shard=2", layers=5, tied=True, schedule=left_out("zbv", 2, SOME, SOME))),
+        (6, Cell(mesh="pp=3 dp_shard=2", layers=5, schedule=skip_pipe(3, 2, absent=(1,)))),
+    ],
+    ids=lambda each: each.mesh if isinstance(each, Cell) else "",
+)
+def test_what_is_sent_is_what_is_explained(ranks: int, cell: Cell) -> None:
+    assert_alike(pool(ranks).run(bytes_seen_and_said, cell))
+
+
+def two_tables(cell: Cell) -> float:
+    """A step of a table of two microbatches, none of which passes stage 1, then of one of three that do."""
+    tables = {2: left_out("1f1b", 4, SOME, SOME), 3: left_out("1f1b", 4, OTHER, SOME, (0, 1, 3))}
+    pipeline = PipelinePolicy(schedule=lambda ranks, microbatches: tables[microbatches])
+    cell = replace(cell, schedule=pipeline.schedule)
+    run, batch = start(cell), batches(cell)[0]
+    of_stage = [[int(name.rpartition(".")[2]) for name in stage] for stage in run.pipeline.staged.stages.blocks]
+    worst = 0.0
+    for count, table in tables.items():
+        run.forward_backward(batch, microbatches=count)
+        blocks = [list(chain(*(of_stage[stage] for stage in path))) for path in table.paths]
+        gradients = computed_once(one_device, cell, blocks, 1)[2]
+        for name, param in run.named_parameters():
+            assert (param.grad is None) == (gradients[name] is None), (count, name)
+            worst = max(worst, 0.0 if param.grad is None else difference(gradient_of(param), gradients[name]))
+            param.grad = None
+    return worst
+
+
+def test_a_stage_that_is_passed_later_has_its_gradients_then() -> None:
+    """Which values have a gradient is learned in the first step, of each path for itself."""
+    assert max(pool(4).run(two_tables, Cell(mesh="pp=4", layers=5))) <= TOL_FP64
+
+
+def evaluated(cell: Cell) -> float:
+    run = start(cell)
+    run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=cell.schedule.microbatches)
+    loss, count = run.evaluate(own_rows(batches(cell)[0], run.mesh))
+    return float(loss / count)
+
+
+def whole(cell: Cell) -> float:
+    batch = batches(cell)[0]
+    return float(passed(build(cell), range(cell.layers), batch)[0].detach() / (batch["labels"] != -100).sum())
+
+
+def test_an_evaluation_passes_all_stages() -> None:
+    cell = Cell(mesh="pp=4", layers=5, schedule=skip_pipe(4, 3))
+    assert pool(4).run(evaluated, cell) == pytest.approx([whole(cell)] * 4, abs=TOL_FP64)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+class Skip(nn.Module):
+    """An embedding that the head reads too."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.embed_tokens, self.between = nn.Embedding(32, 16), between
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        embedded = hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden) * 0.5 if self.between else layer(hidden)
+        return self.head(hidden if self.between else hidden + embedded)
+
+
+def explained(model: nn.Module, table: Schedule) -> None:
+    plan = mk.Plan(tensor={}, blocks=["layers.*"])
+    mk.explain(
+        model,
+        "pp=4",
+        mk.Strategy(pipeline=PipelinePolicy(schedule=table), plan=plan),
+        rows=4,
+        seq_len=8,
+        microbatches=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [(False, "hand on 2, 2, 2 tensors, and not one each"), (True, "is changed between modules, which is of no stage")],
+)
+def test_a_model_whose_stages_need_more_than_the_hidden_state_is_refused(between: bool, why: str) -> None:
+    explained(Skip(between), named("1f1b")(4, 2))
+    with pytest.raises(PlanError, match=f"the table 'skip-pipe' skips or reorders stages, but of this model .*({why})"):
+        explained(Skip(between), skip_pipe(4, 2))
+
+
+def checked(table: Schedule) -> str:
+    cell = Cell(mesh="pp=4", layers=4)
+    try:
+        pipeline = PipelinePolicy(schedule=table)
+        mk.check(
+            build(cell), mesh_for(cell.mesh), batch=batches(cell)[0], microbatches=2, plan=LLAMA_PLAN, pipeline=pipeline
+        )
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_check_and_search_and_replays_refuse_tables_that_skip() -> None:
+    assert all(
+        "the schedule 'skip-pipe' skip stages, and one device runs all" in text
+        for text in pool(4).run(checked, skip_pipe(4, 2))
+    )

@@ -44,7 +44,7 @@ def skip_pipe(
     is a list schedule, in which a free rank runs what has arrived, so that no two microbatches meet on a rank; the last one's
     rows are exchanged on the critical path.
     Raises: PlanError for a ratio that skips more than the stages between the first and the last, and for absent ends.
-    Source: Blagoev et al. 2025, SkipPipe (arXiv 2502.19913), whose scheduler finds paths without collisions by another search.
+    Source: Blagoev et al. 2025, SkipPipe (arXiv 2502.19913), whose scheduler finds such paths by another search.
     """
     at_least_one("skip_pipe", ranks=ranks, microbatches=microbatches)
     missing = frozenset(absent)
@@ -66,13 +66,13 @@ def _refuse(ranks: int, ratio: float, absent: frozenset[int], max_live: int | No
     between = max(0, ranks - 2)
     if not 0 <= ratio * ranks <= between:
         raise PlanError(
-            f"skip_pipe(ratio={ratio}): of {ranks} stages the first and the last are always passed, so that a microbatch skips "
-            f"at most {between}. Give a ratio from 0 to {between}/{ranks}."
+            f"skip_pipe(ratio={ratio}): of {ranks} stages the first and the last are always passed, so that a microbatch "
+            f"skips at most {between}. Give a ratio from 0 to {between}/{ranks}."
         )
     if not absent <= set(range(1, ranks - 1)):
         raise PlanError(
-            f"skip_pipe(absent={tuple(sorted(absent))}): only stages from 1 to {ranks - 2} can be left out; the first has the "
-            "embedding, and the last the head and the loss."
+            f"skip_pipe(absent={tuple(sorted(absent))}): only stages from 1 to {ranks - 2} can be left out; the first has "
+            "the embedding, and the last the head and the loss."
         )
     if max_live is not None:
         at_least_one("skip_pipe", max_live=max_live)
