@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshkit.core.model_state import copies_of
-from meshkit.core.sharding import local_slices
+from meshkit.core.sharding import local_slices, local_tensor, placed
 from meshkit.errors import CheckpointError
 
 OPTIMIZER = "optimizer."
@@ -228,8 +228,10 @@ def _target(
         device = param.device if on_device else torch.device("cpu")
         return Target(shape=shape, like=None, make=lambda: torch.empty((), dtype=dtype, device=device))
     if shape == tuple(param.shape):
-        # detach: state must not be a part of a graph. A DTensor's twin is a DTensor of the same placements.
-        return Target(shape=shape, like=param, make=lambda: torch.empty_like(param.detach(), dtype=dtype))
+        # Of the shard: `empty_like` of a DTensor would search for a sharding, for each shape on each mesh.
+        return Target(
+            shape=shape, like=param, make=lambda: placed(param, torch.empty_like(local_tensor(param), dtype=dtype))
+        )
     if not isinstance(param, DTensor):
         return Target(shape=shape, like=None, make=lambda: torch.empty(shape, dtype=dtype, device=param.device))
     raise CheckpointError(

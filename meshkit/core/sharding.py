@@ -21,6 +21,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def placed(param: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's shard of something, as a tensor with the mesh and placements of `param`; plain for a plain one."""
+    return _torch.dtensor_like(param, local) if isinstance(param, DTensor) else local
+
+
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The region of the full tensor that this rank holds: one slice per dim, possibly empty.
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from meshkit.core import _torch
-from meshkit.core.sharding import local_tensor
+from meshkit.core.sharding import local_tensor, placed
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -86,10 +85,6 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def placed(param: Tensor, local: Tensor) -> Tensor:
-    return _torch.dtensor_like(param, local) if isinstance(param, DTensor) else local
 
 
 def paired_states(

@@ -26,10 +26,10 @@ from meshkit.core import _torch
 from meshkit.core.gradient import set_gradient_reader
 from meshkit.core.host_accounting import estimate_under_way, made_on_host
 from meshkit.core.host_threads import using_threads
-from meshkit.core.sharding import local_tensor
+from meshkit.core.sharding import local_tensor, placed
 from meshkit.errors import PlanError, StepError
 from meshkit.optim._host_copies import Carrier, host_tensors
-from meshkit.optim.fused import loss_of, paired_states, placed
+from meshkit.optim.fused import loss_of, paired_states
 from meshkit.strategy import OptimizerOffload
 
 # Elements updated at a time. The copy back of one chunk overlaps the update of the next, and reads masters from the cache.

@@ -2,6 +2,7 @@
 
 NAMES = {
     "allreduce_": "all_reduce",
+    "all_reduce_": "all_reduce",  # of compiled code
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
     "all_gather_into_tensor": "all_gather",

@@ -28,6 +28,7 @@ _OPERATORS = {
     "c10d::send": ("send", 0),
     "c10d::allgather_": ("all_gather", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),  # what inductor makes of it
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
 }
@@ -35,13 +36,18 @@ _OPERATORS = {
 
 @contextmanager
 def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
-    """Count every collective of this rank inside the context, by axis, kind and size."""
+    """Count every collective of this rank inside the context, by axis, kind and size; those of compiled code too."""
     messages: Counter[Message] = Counter()
     with _Observer(Axes(mesh), messages):
         yield messages
 
 
 class _Observer(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Blocks are compiled under this mode, which sees what the compiled code sends."""
+        return True
+
     def __init__(self, axes: Axes, messages: Counter[Message]) -> None:
         super().__init__()
         self.axes, self.messages = axes, messages

@@ -5,7 +5,7 @@ Operators are PyTorch's own (aten), seen below autograd, so every way to write a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy as copy_of
 from types import MappingProxyType
 from typing import Any
@@ -117,10 +117,13 @@ def _trace(
         copy = _fake_copy(model, fake)
         args, kwargs = tree_map(without_value, (args, kwargs))
         recorder.known = originals(model)
-        recorders = iter((recorder,))
+        recorders, now = iter((recorder,)), [recorder]
+        for name, operation in closed.items():  # once: a reading must not change what is read
+            _close(copy.get_submodule(name), operation, now)
 
         def read() -> Trace:
-            return _recorded(copy, args, kwargs, closed, next(recorders, None) or recorder.anew(), fake)
+            now[0] = next(recorders, None) or recorder.anew()
+            return _recorded(copy, args, kwargs, now[0], fake)
 
         return read() if again is None else again(copy, read)
 
@@ -129,12 +132,9 @@ def _recorded(
     copy: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    closed: Mapping[str, str],
     recorder: Recorder,
     fake: Any,
 ) -> Trace:
-    for name, operation in closed.items():
-        _close(copy.get_submodule(name), operation, recorder)
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
         recorder.name_storage(tensor, f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}")
     for index, value in enumerate(args):
@@ -158,8 +158,8 @@ def _recorded(
     return recorder.trace()
 
 
-def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
-    """Let a module be one operation, of its inputs and parameters."""
+def _close(module: nn.Module, operation: str, now: Sequence[Recorder]) -> None:
+    """Let a module be one operation, of its inputs and parameters. now: the recorder that notes it."""
     # The gradients of experts are their own axes' matter; those of other modules are followed.
     params = list(module.parameters()) if operation in (CLOSED, CLOSED_BY_VALUE) else []
 
@@ -171,7 +171,7 @@ def _close(module: nn.Module, operation: str, recorder: Recorder) -> None:
         return out.requires_grad_() if any(param.requires_grad for param in params) and not out.requires_grad else out
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out = recorder.note(operation, run, ((args, kwargs), params), {})
+        out = now[0].note(operation, run, ((args, kwargs), params), {})
         out._guessed = True
         return out
 

@@ -101,7 +101,8 @@ def _print_fit(recipe: Recipe, spec: MeshSpec, worst: Estimate, device_bytes: in
 
 
 def parse_bytes(text: str, *, flag: str = "--device-memory", least: int = 0) -> int:
-    """80GiB, 80GB, 512MiB or 1000 as bytes. Raises: PlanError for something else, and for fewer than `least`."""
+    """80GiB, 80GB or 512MiB as bytes. Raises: PlanError for something else, for fewer than `least`, and for fewer
+    than 1 MiB without a unit, which nobody means."""
     units = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
     units |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
@@ -109,6 +110,8 @@ def parse_bytes(text: str, *, flag: str = "--device-memory", least: int = 0) -> 
     if match is None or not is_number or match[2].upper() not in units:
         raise PlanError(f"{flag} {text[:40]}: not a number of bytes. Write, for example, 80GiB.")
     size = int(float(match[1]) * units[match[2].upper()])
+    if not match[2] and size < 2**20:
+        raise PlanError(f"{flag} {text[:40]}: that is {size} bytes. Say the unit, as {match[1]}GiB.")
     if size < least:
         raise PlanError(f"{flag} {text[:40]}: needs at least {least} B.")
     return size

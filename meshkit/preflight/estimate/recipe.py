@@ -100,7 +100,9 @@ def load_script(
     Raises: PlanError for a file that is not there, and for one without these names.
     """
     if not path.is_file():
-        raise PlanError(f"{verb}: there is no file {path}. Give the path of a training script.")
+        raise PlanError(
+            f"{verb}: there is no file {path}. Give the path of a training script, or the name of a recipe, as pretrain."
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise PlanError(f"{verb}: {path} is not a Python file. Give the path of a training script.")

@@ -77,6 +77,11 @@ def gathered(events: Sequence[Event], mesh: Mesh | None) -> list[list[Event]]:
 
 
 class _Recorder(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Blocks are compiled under this mode, which sees what the compiled code sends."""
+        return True
+
     def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
         self._axes, self._groups = Axes(mesh) if mesh is not None else None, dict[str, Group]()

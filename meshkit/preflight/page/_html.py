@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import simulate
 from meshkit.parallel.pipeline.drawing import svg
 from meshkit.preflight._format import format_bytes
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 # Content-Security-Policy: the browser refuses to load anything from anywhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 TIMES = "At equal times of forward, input gradient and weight gradient, and messages that take none."
+
+
+def refuse_no_file(path: Path, *, flag: str) -> None:
+    """Before what is to be written there is computed. Raises: PlanError where no file can be: no such folder, or a folder."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise PlanError(f"{flag} {path}: {what}. Give the path of a file in a folder that is there.")
 
 
 def save_html(page: Page, path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.estimate.command import parse_bytes
 from meshkit.preflight.estimate.recipe import Recipe, load_script
 from meshkit.preflight.explain import explain_resolved
-from meshkit.preflight.page._html import save_html
+from meshkit.preflight.page._html import refuse_no_file, save_html
 from meshkit.preflight.page._page import explain_page
 
 
@@ -46,6 +46,8 @@ def command(args: list[str]) -> None:
     """args: what follows `explain`."""
     options, rest = tyro.cli(Explain, args=args, prog="python -m meshkit explain", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
+    if options.html is not None:
+        refuse_no_file(options.html, flag="--html")
     module = load_script(options.script, verb="explain")
     recipe = Recipe.read(module, rest, script=options.script)
     spec = recipe.spec(options.world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -17,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
-from meshkit.core.sharding import full_tensor
+from meshkit.core.sharding import full_tensor, local_tensor
 from meshkit.moe.aux_loss import collect
 from meshkit.parallel.expert import dispatch_traffic
 from meshkit.parallel.pipeline._channels import open_channels
 from meshkit.preflight.explain import Message, explain
-from meshkit.preflight.order import EAGER, LAZY, Event, HostWait, Wait, deadlock, gathered, mismatches, recording
+from meshkit.preflight.order import EAGER, LAZY, Event, HostWait, Wait, deadlock, mismatches, recording
 from meshkit.strategy import ExpertPolicy, Strategy
 from tests.compare_shards import difference, same_bits
 from tests.laws.gate.cell import MIXERS, ROUTED, Cell
@@ -44,10 +45,14 @@ BF16_RATIO = 2.0  # at most twice the error of one bf16 device
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rank says of a cell. broken: by law, what did not hold. refused: why the plan was refused."""
+    """What one rank says of a cell.
+
+    broken: by law, what did not hold. refused: why the plan was refused. events: its calls in order, which `order` judges.
+    """
 
     refused: str = ""
     broken: dict[str, str] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ def judge(cell: Cell, folder: str) -> Verdict:
     expected, exact = _oracles(cell)
     with recording(mesh) as events:
         said = _judge(cell, expected, exact, folder)
-    return said if said.refused else replace(said, broken={**said.broken, **_order(gathered(events, mesh))})
+    return said if said.refused else replace(said, events=events)
 
 
 def _oracles(cell: Cell) -> tuple[Alone, Alone]:
@@ -253,7 +258,7 @@ def _train(
         if other is not None and step == STEPS - 1:
             run, optimizer = _resume(run, optimizer, other, folder)
         local = own_rows(batch, run.mesh)
-        with mk.observe(run.mesh) as seen:
+        with mk.observe(run.mesh) if step == 0 else nullcontext(Counter[Message]()) as seen:
             loss = float(run.forward_backward(local, microbatches=cell.microbatches))
             norm = float(mk.step.grad_norm(run))
         if step == 0:
@@ -363,8 +368,8 @@ def _names(run: mk.Run) -> dict[str, str]:
     return {"names": f"{strange[0]} is no name of one device"} if strange else {}
 
 
-def _order(ranks: list[list[Event]]) -> dict[str, str]:
-    """Law 9: the calls of all ranks end under NCCL's rules, whether hosts wait for values or not."""
+def order(ranks: list[list[Event]]) -> dict[str, str]:
+    """Law 9, of all ranks at once: their calls end under NCCL's rules, whether hosts wait for values or not."""
     if found := mismatches(ranks):
         return {"order": found[0]}
     freely = [_without_host_waits(events) for events in ranks]
@@ -403,9 +408,8 @@ def _resume(
     """Law 5: saved here, and loaded there into other values."""
     with mk.Checkpointer(folder, asynchronous=False) as checkpointer:
         checkpointer.save(STEPS - 1, run, optimizer)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(0.5)
+    for param in other.parameters():
+        local_tensor(param).mul_(0.5)
     then = mk.adamw(other, lr=LR)
     with mk.Checkpointer(folder, asynchronous=False) as checkpointer:
         assert checkpointer.resume(other, then) == STEPS - 1

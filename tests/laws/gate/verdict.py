@@ -6,7 +6,7 @@ import re
 import tempfile
 
 from tests.laws.gate.cell import Cell
-from tests.laws.gate.laws import judge
+from tests.laws.gate.laws import judge, order
 from tests.world import RankError, pool
 
 SECONDS = 300.0  # eight ranks on two cores that others use too took 167 s
@@ -27,4 +27,6 @@ def verdict(cell: Cell) -> str:
         return f"refused: {text}" if text else f"not refused: {wanted[0].one} with {wanted[0].other}"
     if text and not any(re.search(refusal.match, text) for refusal in wanted):
         return f"refused otherwise: {text}"
-    return "\n".join(f"rank {at}, {law}: {what}" for at, rank in enumerate(told) for law, what in rank.broken.items())
+    by_rank = [f"rank {at}, {law}: {what}" for at, rank in enumerate(told) for law, what in rank.broken.items()]
+    of_all = [f"{law}: {what}" for law, what in order([rank.events for rank in told]).items()]
+    return "\n".join(by_rank + of_all)

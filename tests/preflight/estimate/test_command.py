@@ -119,3 +119,5 @@ def test_sizes_are_read_in_both_units() -> None:
     assert (parse_bytes("80GiB"), parse_bytes("80 gb"), parse_bytes("1.5MiB")) == (80 * 2**30, 80 * 10**9, 3 * 2**19)
     with pytest.raises(PlanError, match="--device-memory lots: not a number of bytes"):
         parse_bytes("lots")
+    with pytest.raises(PlanError, match="--device-memory 80: that is 80 bytes. Say the unit, as 80GiB"):
+        parse_bytes("80")

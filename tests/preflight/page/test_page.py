@@ -292,6 +292,14 @@ def test_the_command_prints_the_explanation_and_writes_the_page(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "MeshError: --rank 4: the ranks of this world are 0 to 3" in capsys.readouterr().err
+    for path, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "page.html", f"there is no folder {tmp_path / 'no'}"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["meshkit", *words, "--html", str(path)])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert f"PlanError: --html {path}: {said}" in capsys.readouterr().err
 
 
 def test_a_function_that_builds_the_run_makes_its_own_choices() -> None:
