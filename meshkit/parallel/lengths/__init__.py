@@ -6,5 +6,4 @@ from ._plan import Pace as Pace
 from ._plan import Runs as Runs
 from ._plan import document_runs as document_runs
 from ._planner import Documents as Documents
-from ._planner import Rule as Rule
 from ._planner import plan_lengths as plan_lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal, NoReturn, get_args
+from typing import NoReturn, get_args
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from meshkit.parallel.lengths._by_length import spread_by_length
 from meshkit.parallel.lengths._costs import LengthCosts
 from meshkit.parallel.lengths._plan import LengthPlan, Numbers, Pace, Placed
 from meshkit.parallel.lengths._rules import bytescale, flexsp, zeppelin
-
-Rule = Literal["by_length", "flexsp", "bytescale", "zeppelin"]
-
+from meshkit.strategy import Rule
 
 @dataclass(frozen=True)
 class Documents:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshkit.errors import DataError, PlanError
-from meshkit.parallel.lengths import Documents, LengthCosts, LengthPlan, Pace, Rule, document_runs, plan_lengths
+from meshkit.parallel.lengths import Documents, LengthCosts, LengthPlan, Pace, document_runs, plan_lengths
+from meshkit.strategy import Rule
 from tests.parallel.lengths.optimum import optimum
 
 RULES: tuple[Rule, ...] = ("by_length", "flexsp", "bytescale", "zeppelin")
