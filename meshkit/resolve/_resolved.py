@@ -116,8 +116,8 @@ class Resolved:
 
     @property
     def pace(self) -> Pace:
-        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1, and experts trade
-        tokens; stages of pp wait for microbatches, which should take equally long."""
+        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1, and experts
+        trade tokens; stages of pp wait for microbatches, which should take equally long."""
         if self.spec.pp > 1:
             return "pipeline"
         return "step" if self.zero == 1 and not self.experts else "microbatch"

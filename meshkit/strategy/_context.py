@@ -113,8 +113,8 @@ class ContextPolicy:
             )
         if self.whole:
             raise PlanError(
-                f"context groups={self.groups!r} with whole={self.whole}: documents leave their rows, which such tensors belong "
-                "to. Use groups='fixed'."
+                f"context groups={self.groups!r} with whole={self.whole}: documents leave their rows, which such tensors "
+                "belong to. Use groups='fixed'."
             )
 
     def refuse_misfit(self, ranks: int) -> None:

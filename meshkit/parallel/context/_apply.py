@@ -168,8 +168,8 @@ def _refuse_in_groups(policy: ContextPolicy, doors: Doors, *, mask: bool) -> Non
     why = ""
     if doors.mixers:
         why = (
-            "the model has recurrent mixers, whose state goes along a document from rank to rank: every cut adds messages one "
-            "after another, and the pieces of a document alternate between its ranks"
+            "the model has recurrent mixers, whose state goes along a document from rank to rank, and the pieces of a cut "
+            "document alternate between its ranks: each adds messages one after another"
         )
     elif doors.whole:
         why = f"{next(iter(doors.whole))!r} runs on all tokens of a row (unproved='replicate'), and a document leaves its row"

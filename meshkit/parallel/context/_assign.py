@@ -124,7 +124,7 @@ def work(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
 
 
 def visible_before(mask: Mask) -> Counts:
-    """Visible pairs of the queries before each token, [tokens + 1]: the work of a run is one difference, however long it is."""
+    """Visible pairs of the queries before each token, [tokens + 1]: the work of a run is one difference, at any length."""
     return np.concatenate([[0], np.cumsum(_keys_seen(mask))])
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from meshkit.mask import Interval, Mask
@@ -29,8 +28,8 @@ class Microbatch:
 
 
 def costs_of(model: nn.Module, policy: ContextPolicy, shape: Shape, *, layers: int, chosen: int) -> LengthCosts:
-    """Of one of `layers` layers, from the policy's rates: attention has 14 FLOPs a visible pair for each feature of its heads,
-    4 forward and 10 backward, and everything else 6 a weight of a matrix and token.
+    """Of one of `layers` layers, from the policy's rates: attention has 14 FLOPs a visible pair for each feature of its
+    heads, 4 forward and 10 backward, and everything else 6 a weight of a matrix and token.
 
     model: with all of its weights, without values is enough. chosen: of the experts that a stack of matrices holds, so many
     compute a token.

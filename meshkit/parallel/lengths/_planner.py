@@ -16,6 +16,7 @@ from meshkit.parallel.lengths._plan import LengthPlan, Numbers, Pace, Placed
 from meshkit.parallel.lengths._rules import bytescale, flexsp, zeppelin
 from meshkit.strategy import Rule
 
+
 @dataclass(frozen=True)
 class Documents:
     """Tokens and visible pairs of each document of an optimizer step."""
