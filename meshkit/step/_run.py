@@ -537,8 +537,9 @@ class Run:
         for part in context.split_step(batch, microbatches, joined, pace=self.resolved.pace):
             weight = float(part is not None)
             if part is None:
-                spare = {name: spare_row(name, tensor, batch) for name, tensor in batch.items()}
-                part = self._local_tokens(spare, Mask.documents([1] * spare["input_ids"].shape[1]))
+                tokens = min(context.axis.size(), batch["input_ids"].shape[1])  # one for each rank
+                spare = {name: spare_row(name, tensor, batch)[:, :tokens] for name, tensor in batch.items()}
+                part = self._local_tokens(spare, Mask.documents([1] * tokens))
             yield {name: self._to_device(value) for name, value in part.items()}, weight
 
     def _local_tokens(self, part: Batch, mask: Mask | None) -> dict[str, Any]:

@@ -36,9 +36,10 @@ def spread_by_length(
         return _place(order, lengths, per_token, _Rooms(ranks, microbatches, limit_s, tokens_per_rank, costs))
 
     static_s, static = _best_static(lengths, areas, ranks, costs, tokens_per_rank if microbatches == 1 else 0)
+    enough_s = ranks * mean + float(lengths.sum()) * costs.far_s  # for all of it: then tokens are what is short
     low, high = mean, mean * (1 + PRECISION)
     while (best := within(high)) is None:
-        if high > min(static_s, 100 * ranks * mean):  # seconds are not what is short
+        if high > min(static_s, enough_s):
             return static
         low, high = high, high + 2 * (high - low)
     while high > low * (1 + PRECISION):

@@ -206,10 +206,11 @@ def _dynamic_batches(
 ) -> list[tuple[tuple[int, ...], LocalBatch]]:
     """The same with dynamic groups, whose plan is of the whole step; the note prints it, and those of other rules.
 
-    A microbatch without documents runs a row of which no token sees another.
+    A microbatch without documents runs a token on each rank.
     """
     resolved, policy, doors = rank_model.resolved, rank_model.context, rank_model.resolved.reading[1]
-    spare = replace(_local_batch(rank_model, LocalBatch(1, seq_len, Mask.documents([1] * seq_len))), note="")
+    tokens = min(resolved.spec.cp, seq_len)
+    spare = replace(_local_batch(rank_model, LocalBatch(1, tokens, Mask.documents([1] * tokens))), note="")
     if not rows:
         return [(tuple(range(microbatches)), spare)]
     of_rows = microbatch_mask(mask, list(range(rows)), tokens=seq_len) or Mask.causal(seq_len)
