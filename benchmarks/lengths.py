@@ -1,6 +1,6 @@
 """How much faster is a step whose documents are shared out by their lengths than one with static context parallelism?
 
-    python benchmarks/lengths.py                 # simulated: no ranks and no tensors, 64 to 1,024 GPUs
+    python benchmarks/lengths.py                 # simulated: no ranks and no tensors, 64 and 256 GPUs
     python benchmarks/lengths.py --ranks 4       # measured: gloo ranks, the longest document is 32 times the median
 
 Simulated are steps of Llama 3 8B in bf16 by `meshkit.parallel.lengths`' costs, messages not hidden: static groups, of the
@@ -87,8 +87,8 @@ MIXTURES = {
     "common crawl": Mixture(0.97, 6.6, 1.2, 4096, 1.2),
     "wikipedia": Mixture(0.99, 6.2, 1.0, 2048, 1.5),
 }
-CONTEXTS = (192 << 10, 384 << 10, 2 << 20)
-RANKS = (64, 256, 1024)
+CONTEXTS = (192 << 10, 384 << 10)
+RANKS = (64, 256)
 # GPUs of 80 GB hold about so many tokens of a microbatch, and a step has so many for each GPU.
 TOKENS_PER_RANK, TOKENS_PER_STEP = 16 << 10, 32 << 10
 # A layer of Llama 3 8B: 32 query and 8 key/value heads of 128, 218 million weights. 4e14 FLOP/s; 200 and 40 GB/s.
