@@ -17,6 +17,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import Doors, Reader
 from meshkit.parallel.data import whole_parameters
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
+from meshkit.parallel.lengths import Pace
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.parallel.tensor.layout import TensorLayout
@@ -112,6 +113,14 @@ class Resolved:
     def heads(self) -> tuple[int, int, int] | None:
         """(query heads, key/value heads, head_dim) on the rank of tp that has most heads."""
         return widest_heads(self.program.model, self.plan.tensor, size=self.spec.tp)
+
+    @property
+    def pace(self) -> Pace:
+        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1, and experts
+        trade tokens; stages of pp wait for microbatches, which should take equally long."""
+        if self.spec.pp > 1:
+            return "pipeline"
+        return "step" if self.zero == 1 and not self.experts else "microbatch"
 
     @property
     def sequence_multiple(self) -> int:

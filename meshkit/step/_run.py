@@ -27,7 +27,7 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
-from meshkit.parallel.context import split_batch
+from meshkit.parallel.context import context_of, split_batch
 from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
 from meshkit.parallel.expert import note_counts, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
@@ -43,7 +43,7 @@ from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._new_losses import NewLosses
-from meshkit.step._rows import refuse_odd_rows, spare_row, split_rows
+from meshkit.step._rows import refuse_microbatches, refuse_odd_rows, spare_row, split_rows
 from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
 
@@ -188,14 +188,14 @@ class Run:
         to_repeat = self.watcher.begin(microbatches) if self.watcher is not None else None
         repeated: tuple[dict[str, Any], float] | None = None
         if self.pipeline is not None:
-            parts = list(self.parts(batch, microbatches, mask))
+            parts = list(self._parts_of_step(batch, microbatches, mask))
             with self._explained():
                 around = self.watcher.around if self.watcher is not None else None
                 total, reports = self.pipeline.backward(parts, loss, tokens, around)
             repeated = None if to_repeat is None else parts[to_repeat]
         else:
             with shared_scales(self.model) if self.resolved.fp8 else nullcontext():
-                for index, (part, weight) in enumerate(self.parts(batch, microbatches, mask)):
+                for index, (part, weight) in enumerate(self._parts_of_step(batch, microbatches, mask)):
                     with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
                         last = index == microbatches - 1
                         part_loss, collected = self._backward(part, weight, tokens, loss, last=last)
@@ -522,6 +522,25 @@ class Run:
                 {name: self._to_device(value) for name, value in self._local_tokens(part, joined).items()},
                 float(rows > 0),
             )
+
+    def _parts_of_step(
+        self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """As `parts`; with dynamic groups of context parallelism the documents of the whole step are shared out anew."""
+        context = context_of(self.model)
+        if context is None or context.costs is None or "input_ids" not in batch:
+            yield from self.parts(batch, microbatches, mask)
+            return
+        refuse_odd_rows(batch, mask)
+        refuse_microbatches(microbatches)
+        joined = mask if isinstance(mask, Mask | None) else Mask.joined(mask) if mask else None
+        for part in context.split_step(batch, microbatches, joined, pace=self.resolved.pace):
+            weight = float(part is not None)
+            if part is None:
+                tokens = min(context.axis.size(), batch["input_ids"].shape[1])  # one for each rank
+                spare = {name: spare_row(name, tensor, batch)[:, :tokens] for name, tensor in batch.items()}
+                part = self._local_tokens(spare, Mask.documents([1] * tokens))
+            yield {name: self._to_device(value) for name, value in part.items()}, weight
 
     def _local_tokens(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
         """This rank's tokens of the part.

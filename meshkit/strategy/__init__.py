@@ -2,6 +2,7 @@
 
 from ._context import Balance as Balance
 from ._context import ContextPolicy as ContextPolicy
+from ._context import Rule as Rule
 from ._context import Scheme as Scheme
 from ._data import DataPolicy as DataPolicy
 from ._data import GatherWire as GatherWire

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshkit.errors import PlanError
 from meshkit.plan.match import listed
+from meshkit.strategy._memory import Rates
 
 Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
 Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
+Rule = Literal["by_length", "flexsp", "bytescale", "zeppelin"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class ContextPolicy:
     "locality", or "auto". slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
     kv_heads_per_gather: the number of key/value heads that all_gather sends at a time.
     whole: names of tensors of a batch that have no tokens, such as images: every rank of cp gets them whole.
+    groups: "fixed": every microbatch's rows are split over all ranks of cp, equally many tokens to each. "by_length": the
+    documents of a whole optimizer step are shared out over its microbatches and ranks, a short one to one rank and a long
+    one to as many as it needs; "flexsp", "bytescale" and "zeppelin" do so by the rules of those papers (dynamic context
+    parallelism, hybrid data parallelism). Give cp the ranks of dp_shard: groups form inside of cp.
+    tokens_per_rank: with these the most tokens of a rank in a microbatch. rates, node: what they count with, and how many
+    consecutive ranks of cp are in a node.
     """
 
     scheme: Scheme = "auto"
@@ -31,6 +39,10 @@ class ContextPolicy:
     slack: float = 0.0
     kv_heads_per_gather: int = 1
     whole: tuple[str, ...] = ()
+    groups: Literal["fixed", Rule] = "fixed"
+    tokens_per_rank: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    node: int = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", listed(self.whole, where="ContextPolicy", argument="whole"))
@@ -67,6 +79,42 @@ class ContextPolicy:
             raise PlanError(
                 f"context slack={self.slack} trades balance of work for bytes, but balance={self.balance!r} does not look at "
                 "it. Leave slack away, or use balance='locality'."
+            )
+
+        self._refuse_odd_groups()
+
+    def _refuse_odd_groups(self) -> None:
+        if self.groups != "fixed" and self.groups not in get_args(Rule):
+            raise PlanError(
+                f"context groups {self.groups!r} do not exist. Choose one of fixed, {', '.join(get_args(Rule))}."
+            )
+        if self.node < 1 or (self.tokens_per_rank is not None and self.tokens_per_rank < 1):
+            raise PlanError(
+                f"context node={self.node}, tokens_per_rank={self.tokens_per_rank}: a node has at least 1 rank, and a rank "
+                "room for at least 1 token."
+            )
+        if self.groups == "fixed":
+            if self.tokens_per_rank is not None:
+                raise PlanError(
+                    f"context tokens_per_rank={self.tokens_per_rank} is of dynamic groups, and fixed ones give every rank as "
+                    "many tokens. Leave it away, or use groups='by_length'."
+                )
+            return
+        if self.scheme not in ("auto", "group_cast") or self.ulysses is not None:
+            raise PlanError(
+                f"context groups={self.groups!r} with scheme={self.scheme!r} and ulysses={self.ulysses}: a document is on "
+                "ranks of its own, which send keys directly; a ring of all ranks, or heads traded among them, would send to "
+                "ranks without it. Leave scheme and ulysses away."
+            )
+        if self.balance != "auto" or self.slack:
+            raise PlanError(
+                f"context groups={self.groups!r} with balance={self.balance!r} and slack={self.slack}: groups say by "
+                "themselves which rank has which tokens. Leave balance and slack away."
+            )
+        if self.whole:
+            raise PlanError(
+                f"context groups={self.groups!r} with whole={self.whole}: documents leave their rows, which such tensors "
+                "belong to. Use groups='fixed'."
             )
 
     def refuse_misfit(self, ranks: int) -> None:

@@ -93,18 +93,21 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a rank computes, reads and writes its memory, and sends: a `Budget` estimates the time of a choice from it.
+    """How fast a rank computes, reads and writes its memory, and sends: a `Budget` estimates the time of a choice from it,
+    and so do the dynamic groups of a `ContextPolicy`.
 
-    host_bytes_per_s: one way between the device and the host, or the disk that activations are offloaded to. Only the ratios
-    of the rates matter to the choice. The defaults are guesses for one H100, bf16, inside of a node: measure yours.
+    link_bytes_per_s: inside of a node; network_bytes_per_s: between nodes. host_bytes_per_s: one way between the device and
+    the host, or the disk that activations are offloaded to. Only the ratios of the rates matter to the choice. The defaults
+    are guesses for one H100, bf16: measure yours.
     """
 
     # To compare, stated of an H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, 450e9 B/s each way over NVLink, and
-    # 63e9 B/s each way over PCIe 5.0 x16.
+    # 63e9 B/s each way over PCIe 5.0 x16, 50e9 B/s over a network card of 400 Gb/s.
     flops_per_s: float = 4e14
     memory_bytes_per_s: float = 2.5e12
     link_bytes_per_s: float = 2e11
     host_bytes_per_s: float = 5e10
+    network_bytes_per_s: float = 4e10
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -3,6 +3,7 @@
 from ._apply import attention_shape as attention_shape
 from ._apply import context_of as context_of
 from ._apply import context_parallel as context_parallel
+from ._apply import length_costs as length_costs
 from ._apply import plan_context as plan_context
 from ._apply import refuse_counted as refuse_counted
 from ._apply import refuse_whole_tokens as refuse_whole_tokens
@@ -12,6 +13,8 @@ from ._scheme import choose as choose
 from ._scheme import choose_for_rows as choose_for_rows
 from ._cache import notes_of_cache as notes_of_cache
 from ._counted import notes_of_counted as notes_of_counted
+from ._groups import microbatches_of as microbatches_of
+from ._groups import plan_step as plan_step
 from ._layout import Layout as Layout
 from ._pieces import chain_of as chain_of
 from ._doors import Doors as Doors

@@ -16,10 +16,12 @@ from meshkit.core.arguments import require
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.parallel.context._doors import Doors
+from meshkit.parallel.context._groups import costs_of
 from meshkit.parallel.context._proof import Proofs
 from meshkit.parallel.context._reading import Call, Reader
 from meshkit.parallel.context._split import Context
 from meshkit.parallel.context._traffic import Shape
+from meshkit.parallel.lengths import LengthCosts
 from meshkit.plan import auto_plan, match_names
 from meshkit.plan.match import listed, match_blocks
 from meshkit.program import Program, example_of, without_values
@@ -97,6 +99,15 @@ def context_parallel(
         widths=frozenset(each.width for each in doors.mixers if each.width),
         documents=documents,
         own_masks=doors.by_hand,
+        costs=length_costs(
+            reader.program,
+            policy,
+            doors,
+            heads,
+            dtype or next((p.dtype for p in module.parameters()), torch.float32),
+        )
+        if policy.groups != "fixed" and mesh.size() > 1
+        else None,
     )
     if mesh.size() == 1:
         return module
@@ -137,15 +148,42 @@ def plan_context(
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)
     call = _call(program, policy)
-    if call is not None:
-        return reader, reader.doors(call, fits)
-    if named or reader.takes_mask:
-        return reader, Doors(intercepted=named)
+    if call is not None or named or reader.takes_mask:
+        doors = Doors(intercepted=named) if call is None else reader.doors(call, fits)
+        if policy.groups != "fixed":
+            _refuse_in_groups(policy, doors, mask=reader.takes_mask or doors.registry)
+        return reader, doors
     raise PlanError(
         f"context_parallel: {type(model).__name__}.forward takes no `mask` and no token ids by which it could be read, so "
         "its attention would see this rank's tokens only. Give parallelize(example=...), take a `mask` and call "
         'mask.attend(q, k, v), or name the modules that call F.scaled_dot_product_attention: attention=["layers.*.attn"].'
     )
+
+
+def _refuse_in_groups(policy: ContextPolicy, doors: Doors, *, mask: bool) -> None:
+    """Of a model that would compute something else, or that slowly, once a document leaves its row.
+
+    mask: whether its forward takes one, or it attends by transformers' registry. Raises: PlanError.
+    """
+    why = ""
+    if doors.mixers:
+        why = (
+            "the model has recurrent mixers, whose state goes along a document from rank to rank, and the pieces of a cut "
+            "document alternate between its ranks: each adds messages one after another"
+        )
+    elif doors.whole:
+        why = f"{next(iter(doors.whole))!r} runs on all tokens of a row (unproved='replicate'), and a document leaves its row"
+    elif doors.counted or doors.cached:
+        why = "a line of the model's own code is of all tokens of a row, and a document leaves its row"
+    elif any(call.pattern.chunk for call in doors.calls or ()):
+        why = "chunks of attention are counted from the start of a row, and a document leaves its row"
+    elif doors.intercepted or not mask:
+        why = (
+            "calls of F.scaled_dot_product_attention follow no documents, so each row is one, and positions that they do not "
+            "read are those of the row"
+        )
+    if why:
+        raise PlanError(f"context groups={policy.groups!r}: {why}. Use groups='fixed'.")
 
 
 def refuse_whole_tokens(doors: Doors) -> None:
@@ -230,6 +268,20 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
 def context_of(module: nn.Module) -> Context | None:
     """The module's `Context`, if it went through `context_parallel`; None for another."""
     return module.__dict__.get("_context")
+
+
+def length_costs(
+    program: Program, policy: ContextPolicy, doors: Doors, heads: tuple[int, int, int] | None, dtype: torch.dtype
+) -> LengthCosts:
+    """What dynamic groups count with: of one layer of the whole model, since tp divides all of it alike.
+
+    heads: of a rank, for a model whose config has none.
+    """
+    config = getattr(program.model, "config", None)
+    shape = attention_shape(config, None if _told(config, "num_attention_heads") else heads, dtype)
+    layers = len(doors.calls or ()) or _told(config, "num_hidden_layers") or 1
+    chosen = _told(config, "num_experts_per_tok") or 1
+    return costs_of(program.model, policy, shape, layers=layers, chosen=chosen)
 
 
 def attention_shape(config: Any, heads: tuple[int, int, int] | None, dtype: torch.dtype) -> Shape:

@@ -46,7 +46,7 @@ def assign(mask: Mask, parts: int, *, balance: Balance, slack: float = 0.0) -> l
 
 def contiguous(tokens: int, parts: int) -> list[Runs]:
     """Rank r holds the r-th of `parts` stretches: the least traffic, and up to twice the mean work under causal masks."""
-    return cut(_merged([(0, tokens)]), parts)
+    return cut(merged([(0, tokens)]), parts)
 
 
 def zigzag(tokens: int, parts: int) -> list[Runs]:
@@ -54,8 +54,8 @@ def zigzag(tokens: int, parts: int) -> list[Runs]:
 
     Source: Zhu 2024, ring-flash-attention; chunk edges are uneven where 2 * parts does not divide the tokens.
     """
-    chunks = cut(_merged([(0, tokens)]), 2 * parts)
-    return [_merged(chunks[rank] + chunks[-1 - rank]) for rank in range(parts)]
+    chunks = cut(merged([(0, tokens)]), 2 * parts)
+    return [merged(chunks[rank] + chunks[-1 - rank]) for rank in range(parts)]
 
 
 def per_document(mask: Mask, parts: int) -> list[Runs]:
@@ -67,7 +67,7 @@ def per_document(mask: Mask, parts: int) -> list[Runs]:
     """
     runs_of: list[list[Interval]] = [[] for _ in range(parts)]
     dealt = 0
-    for first, after in _pieces(mask):
+    for first, after in intervals_of(mask):
         chunk_size, left = divmod(after - first, 2 * parts)
         sizes = [chunk_size] * (2 * parts)
         for index in range(left):
@@ -75,7 +75,7 @@ def per_document(mask: Mask, parts: int) -> list[Runs]:
         dealt += left
         for chunk, edges in enumerate(pairwise(accumulate(sizes, initial=first))):
             runs_of[min(chunk, 2 * parts - 1 - chunk)].append(edges)
-    return [_merged(runs) for runs in runs_of]
+    return [merged(runs) for runs in runs_of]
 
 
 def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
@@ -93,7 +93,7 @@ def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
     seen = _keys_seen(mask)
     step = int(seen.max(initial=0))  # the work of a window changes by no more between neighbours
     limit = (1 + slack) * int(seen.sum()) / parts  # over the mean of all ranks, not of those left
-    pieces = _pieces(mask)
+    pieces = intervals_of(mask)
     assignment: list[Runs] = []
     for rank in range(parts):
         pieces.sort(key=lambda piece: (seen[piece[1] - 1], piece[1] - piece[0], piece))
@@ -101,8 +101,8 @@ def locality(mask: Mask, parts: int, *, slack: float = 0.0) -> list[Runs]:
         windows = [_window(pieces, size, seen, step=step)]
         if slack > 0:
             windows += _whole_windows(pieces, size, seen, limit, limit * (parts - rank - 1))
-        taken, pieces = min(windows, key=lambda window: received(mask, [_merged(window[0])]))
-        assignment.append(_merged(taken))
+        taken, pieces = min(windows, key=lambda window: received(mask, [merged(window[0])]))
+        assignment.append(merged(taken))
     return assignment
 
 
@@ -119,9 +119,13 @@ def cut(runs: Sequence[Interval], parts: int) -> list[Runs]:
 
 def work(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
     """Visible pairs of the queries each rank holds."""
-    # Sums up to each token: the work of a run is one difference, however long it is.
-    before = np.concatenate([[0], np.cumsum(_keys_seen(mask))])
+    before = visible_before(mask)
     return [sum(int(before[after] - before[first]) for first, after in runs) for runs in assignment]
+
+
+def visible_before(mask: Mask) -> Counts:
+    """Visible pairs of the queries before each token, [tokens + 1]: the work of a run is one difference, at any length."""
+    return np.concatenate([[0], np.cumsum(_keys_seen(mask))])
 
 
 def keys_needed(mask: Mask, runs: Runs) -> Runs:
@@ -138,12 +142,12 @@ def keys_needed(mask: Mask, runs: Runs) -> Runs:
                 needed.append(
                     (clipped.k0, clipped.k1)
                 )  # without gaps, since neighbouring queries see neighbouring keys
-    return _merged(needed)
+    return merged(needed)
 
 
 def received(mask: Mask, assignment: Sequence[Runs]) -> list[int]:
     """How many keys of other ranks each rank needs. (A full ring sends it all keys of other ranks, needed or not.)"""
-    return [_size(_merged(keys_needed(mask, runs) + runs)) - _size(runs) for runs in assignment]
+    return [_size(merged(keys_needed(mask, runs) + runs)) - _size(runs) for runs in assignment]
 
 
 def _keys_seen(mask: Mask) -> Counts:
@@ -155,7 +159,7 @@ def _keys_seen(mask: Mask) -> Counts:
     return seen
 
 
-def _pieces(mask: Mask) -> list[Interval]:
+def intervals_of(mask: Mask) -> list[Interval]:
     """The mask's components, and the stretches between them: tokens that see nothing and only even out token counts."""
     edges = sorted({0, mask.tokens}.union(*mask.components))
     return list(pairwise(edges))
@@ -214,7 +218,7 @@ def _split(pieces: Sequence[Interval], count: int) -> tuple[list[Interval], list
     return list(pieces), []
 
 
-def _merged(intervals: Iterable[Interval]) -> Runs:
+def merged(intervals: Iterable[Interval]) -> Runs:
     """The union, ascending and without empty intervals."""
     union: list[Interval] = []
     for first, after in sorted(intervals):

@@ -93,7 +93,7 @@ def _candidates(
         runs, balance = _balanced(mask, groups, policy, exchange)
         # Balanced over groups only: the ranks of a group exchange tokens for heads, so each works on all of the group's.
         pieces = tuple(piece for group_runs in runs for piece in cut(group_runs, ulysses))
-        lengths = tuple(_padded(sum(after - first for first, after in piece), multiple) for piece in pieces)
+        lengths = tuple(padded_length(sum(after - first for first, after in piece), multiple) for piece in pieces)
         layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
         yield layout, balance, _imbalance(work(mask, runs))
 
@@ -139,7 +139,7 @@ def _imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / max(sum(loads), 1)
 
 
-def _padded(tokens: int, multiple: int) -> int:
+def padded_length(tokens: int, multiple: int) -> int:
     # At least one token, so that no rank runs its model on empty tensors.
     return max(ceil(tokens / multiple), 1) * multiple
 

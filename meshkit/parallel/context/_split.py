@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED
 from meshkit.mask import Mask
 from meshkit.parallel.context._attention import context_attention, ulysses_to_heads, ulysses_to_tokens
+from meshkit.parallel.context._groups import microbatches_of, plan_step
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._mixers import context_linear_attention, context_short_convolution
 from meshkit.parallel.context._pattern import Pattern
@@ -30,6 +31,7 @@ from meshkit.parallel.context._pieces import halo_of, pieces_of
 from meshkit.parallel.context._scheme import Choice, choose_for_rows
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
+from meshkit.parallel.lengths import LengthCosts, LengthPlan, Pace
 from meshkit.strategy import ContextPolicy
 
 
@@ -51,7 +53,9 @@ class Context:
     widths: frozenset[int] = frozenset()  # of short convolutions of recurrent mixers
     documents: bool = True  # a position that restarts begins a document
     own_masks: bool = False  # the model's own code masks its scores
+    costs: LengthCosts | None = None  # by which dynamic groups are planned
     choice: Choice | None = None  # of the last batch
+    plan: LengthPlan | None = None  # of the last step, with dynamic groups
 
     @property
     def rank(self) -> int:
@@ -91,19 +95,59 @@ class Context:
         if "position_ids" not in tensors:
             tensors["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
         index, count = _token_index(layout, self.rank)
-        split: dict[str, Tensor | SplitMask] = {**whole}
-        for name, tensor in tensors.items():
-            flat = rearrange(tensor, "b t ... -> 1 (b t) ...") if stream else tensor
-            shard = flat.index_select(1, to_device(index, tensor.device))
-            # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
-            shard[:, count:] = IGNORED if name.startswith("labels") else 0
-            split[name] = shard
+        if stream:
+            tensors = {name: rearrange(tensor, "b t ... -> 1 (b t) ...") for name, tensor in tensors.items()}
+        split: dict[str, Tensor | SplitMask] = {**whole, **_shards(tensors, index, count)}
         split_mask = SplitMask(
             layout, self.axis, rows=rows if stream else 0, given=given, batch_rows=rows if whole else None
         )
         if self.widths:
             split_mask.plan_mixers(self.widths)
         return {**split, "mask": split_mask}
+
+    def split_step(
+        self, batch: dict[str, Tensor], microbatches: int, mask: Mask | None, *, pace: Pace
+    ) -> Iterator[dict[str, Tensor | SplitMask] | None]:
+        """This rank's part of each microbatch of a step with dynamic groups; None for one that no document was left for.
+
+        mask: of T tokens for every row, or of all rows end to end. A part is one row, its documents end to end, in the order
+        of the batch. Wire: as `split_batch`, for each part. Raises: as that; DataError where tokens_per_rank is too little.
+        """
+        assert self.costs is not None and self.policy.groups != "fixed"
+        if not len(batch["input_ids"]):
+            yield from [None] * microbatches
+            return
+        rows, tokens = _refuse_odd_shapes(batch)
+        mask = _mask_of(batch, rows, tokens, mask, documents=True)
+        given = frozenset(batch)
+        if "attention_mask" in batch:
+            mask = _without_padding(mask, batch, rows, tokens)
+            batch = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        stream = mask if mask.tokens == rows * tokens else Mask.joined([mask] * rows)
+        self.plan, documents = plan_step(
+            stream,
+            self.axis.size(),
+            microbatches,
+            self.policy.groups,
+            self.policy,
+            self.costs,
+            pace=pace,
+            window=self.window,
+        )
+        tensors = dict(batch)
+        if "position_ids" not in tensors:
+            tensors["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)
+        flat = {name: rearrange(tensor, "b t ... -> 1 (b t) ...") for name, tensor in tensors.items()}
+        for microbatch in microbatches_of(stream, self.plan, documents, multiple=self.multiple):
+            if microbatch is None:
+                yield None
+                continue
+            layout = microbatch.layout
+            places = torch.cat([torch.arange(first, after) for first, after in microbatch.documents])
+            self._refuse_different_batches(flat["input_ids"][0, to_device(places, flat["input_ids"].device)], layout)
+            own, count = _token_index(layout, self.rank)
+            split_mask = SplitMask(layout, self.axis, given=given, has_rows=False)
+            yield {**_shards(flat, places[own], count), "mask": split_mask}
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
         """Raise if the ranks of cp hold different batches: their plans would differ, and their messages would not match.
@@ -191,6 +235,17 @@ def _without_padding(mask: Mask, batch: dict[str, Tensor], rows: int, tokens: in
     return every.seeing(shown.flatten())
 
 
+def _shards(tensors: dict[str, Tensor], index: Tensor, count: int) -> dict[str, Tensor]:
+    """Of each tensor [B, T, ...] the tokens `index`, of which the first `count` are real."""
+    shards = {}
+    for name, tensor in tensors.items():
+        shard = tensor.index_select(1, to_device(index, tensor.device))
+        # The padding repeats token 0: its labels are ignored, and zeros are valid ids and positions.
+        shard[:, count:] = IGNORED if name.startswith("labels") else 0
+        shards[name] = shard
+    return shards
+
+
 def _token_index(layout: Layout, rank: int) -> tuple[Tensor, int]:
     """(global token of each local place, [L], where padding repeats token 0; how many places are no padding)."""
     pieces = [torch.arange(first, after) for first, after in layout.runs[rank]]
@@ -206,7 +261,7 @@ class SplitMask:
 
     tokens: this rank's, padding included. rows: how many rows the batch had before they were laid end to end, or 0 where
     each row is split alike. given: the names of the batch that was split. batch_rows: its rows, where some of it is
-    whole. Not a dataclass: FSDP casts and moves the fields
+    whole. has_rows: False where documents of several rows lie end to end. Not a dataclass: FSDP casts and moves the fields
     of dataclasses among a module's inputs.
     """
 
@@ -218,7 +273,9 @@ class SplitMask:
         rows: int = 0,
         given: frozenset[str] = frozenset(),
         batch_rows: int | None = None,
+        has_rows: bool = True,
     ) -> None:
+        self.has_rows = has_rows
         self.layout, self.axis, self.rows, self.given, self.batch_rows = layout, axis, rows, given, batch_rows
         self.rank = axis.get_local_rank()
         self.group = axis.get_group().group_name
@@ -268,7 +325,12 @@ class SplitMask:
         if pattern not in self._followed:
             layout = self.layout.seen_by(pattern, self.row_tokens)
             self._followed[pattern] = SplitMask(
-                layout, self.axis, rows=self.rows, given=self.given, batch_rows=self.batch_rows
+                layout,
+                self.axis,
+                rows=self.rows,
+                given=self.given,
+                batch_rows=self.batch_rows,
+                has_rows=self.has_rows,
             )
         return self._followed[pattern]
 
@@ -368,7 +430,13 @@ class SplitMask:
 
         For losses over whole sequences, log-probabilities and generation. Differentiable if every rank then computes the
         same from the result. Wire: one all-gather, padded to the longest rank.
+        Raises: PlanError with dynamic groups, whose microbatches have no rows.
         """
+        if not self.has_rows:
+            raise PlanError(
+                "context parallelism: a loss joins the tokens of whole rows, but with dynamic groups a microbatch has "
+                "documents of several. Use ContextPolicy(groups='fixed'), or a loss that is a sum over tokens."
+            )
         return self.in_order(join_dim(self.padded(values), 1, self.axis))
 
     def padded(self, values: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from meshkit.errors import PlanError
+from meshkit.errors import DataError, PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.optim.outer import OuterOptimizer, Policy
@@ -17,9 +17,12 @@ from meshkit.parallel.context import (
     attention_shape,
     chain_of,
     choose_for_rows,
+    length_costs,
+    microbatches_of,
     notes_of,
     notes_of_cache,
     notes_of_counted,
+    plan_step,
 )
 from meshkit.parallel.pipeline import Cut, Path
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
@@ -33,7 +36,7 @@ from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
 from meshkit.step import Run
-from meshkit.strategy import Strategy
+from meshkit.strategy import Rule, Strategy
 
 
 def explain(
@@ -109,16 +112,8 @@ def explain_resolved(
             _ = table.checked
     log = TrafficLog()
     paths = {} if table is None else dict(enumerate(table.paths))
-    sizes = _microbatches(rows, microbatches, mask)
-    batches = [
-        (
-            indices,
-            _local_batch(
-                rank_model, LocalBatch(max(1, len(row_ids)), seq_len, microbatch_mask(mask, row_ids, tokens=seq_len))
-            ),
-        )
-        for row_ids, indices in sizes
-    ]
+    dynamic = spec.cp > 1 and rank_model.context.groups != "fixed"
+    batches = (_dynamic_batches if dynamic else _batches)(rank_model, rows, seq_len, microbatches, mask)
     choices = list(dict.fromkeys(batch.note for _, batch in batches if batch.note))
     choices += notes_of(resolved.reading[1].whole, spec.cp)
     doors = resolved.reading[1]
@@ -166,9 +161,10 @@ def explain_microbatch(
     rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
     log = TrafficLog()
     log.microbatches = (0,)
-    of_rows = microbatch_mask(mask, list(range(rows)), tokens=seq_len)
+    dynamic = resolved.spec.cp > 1 and rank_model.context.groups != "fixed"
+    ((_, batch),) = (_dynamic_batches if dynamic else _batches)(rank_model, rows, seq_len, 1, mask)
     paths = {} if resolved.cut is None else {0: tuple(range(resolved.cut.stages.count))}
-    _add_microbatch(log, rank_model, _local_batch(rank_model, LocalBatch(rows, seq_len, of_rows)), paths)
+    _add_microbatch(log, rank_model, batch, paths)
     return tuple(log.sent)
 
 
@@ -200,6 +196,60 @@ def _add_step(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None
     if rank_model.cut is not None:
         add_tied(log, rank_model, rank_model.cut)
     add_scalars(log, rank_model)
+
+
+def _batches(
+    rank_model: RankModel, rows: int, seq_len: int, microbatches: int, mask: Mask | Sequence[Mask] | None
+) -> list[tuple[tuple[int, ...], LocalBatch]]:
+    """(the microbatches that are like it, a microbatch) of a step."""
+    return [
+        (
+            indices,
+            _local_batch(
+                rank_model, LocalBatch(max(1, len(row_ids)), seq_len, microbatch_mask(mask, row_ids, tokens=seq_len))
+            ),
+        )
+        for row_ids, indices in _microbatches(rows, microbatches, mask)
+    ]
+
+
+def _dynamic_batches(
+    rank_model: RankModel, rows: int, seq_len: int, microbatches: int, mask: Mask | Sequence[Mask] | None
+) -> list[tuple[tuple[int, ...], LocalBatch]]:
+    """The same with dynamic groups, whose plan is of the whole step; the note prints it, and those of other rules.
+
+    A microbatch without documents runs a token on each rank.
+    """
+    resolved, policy, doors = rank_model.resolved, rank_model.context, rank_model.resolved.reading[1]
+    tokens = min(resolved.spec.cp, seq_len)
+    spare = replace(_local_batch(rank_model, LocalBatch(1, tokens, Mask.documents([1] * tokens))), note="")
+    if not rows:
+        return [(tuple(range(microbatches)), spare)]
+    of_rows = microbatch_mask(mask, list(range(rows)), tokens=seq_len) or Mask.causal(seq_len)
+    stream = of_rows if of_rows.tokens == rows * seq_len else Mask.joined([of_rows] * rows)
+    costs = length_costs(resolved.program, policy, doors, resolved.heads, resolved.compute)
+    assert policy.groups != "fixed"
+    plans, lines = {}, []
+    for rule in (policy.groups, *(each for each in get_args(Rule) if each != policy.groups)):
+        try:
+            plans[rule] = plan_step(
+                stream, resolved.spec.cp, microbatches, rule, policy, costs, pace=resolved.pace, window=doors.window
+            )
+        except DataError:
+            if rule == policy.groups:
+                raise
+        else:
+            lines.append(str(plans[rule][0]))
+    plan, documents = plans[policy.groups]
+    note = f"cp={resolved.spec.cp}: documents shared out {'; '.join(lines)}"
+    found: list[tuple[tuple[int, ...], LocalBatch]] = []
+    for index, part in enumerate(microbatches_of(stream, plan, documents, multiple=resolved.sequence_multiple)):
+        if part is None:
+            found.append(((index,), spare))
+        else:
+            tokens = part.layout.lengths[rank_model.at("cp")]
+            found.append(((index,), LocalBatch(1, tokens, part.layout.mask, part.layout, note)))
+    return found
 
 
 def _microbatches(

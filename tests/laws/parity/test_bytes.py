@@ -47,6 +47,8 @@ CELLS = [
     Cell(mesh="cp=4", documents=True, microbatches=2, recompute="selective"),
     Cell(mesh="dp_shard=2 cp=2", documents=True, context=mk.strategy.ContextPolicy(scheme="ulysses"), heads=(9, 3)),
     Cell(mesh="cp=4", context=mk.strategy.ContextPolicy(scheme="ring", ulysses=2), dtype="float32", bf16=True),
+    Cell(mesh="cp=4", context=mk.strategy.ContextPolicy(groups="by_length"), documents=True, microbatches=3, zero=1),
+    Cell(mesh="cp=4", context=mk.strategy.ContextPolicy(groups="flexsp"), recompute="full", microbatches=7),
     Cell(mesh="dp_replicate=2 cp=2", context=mk.strategy.ContextPolicy(scheme="ulysses"), heads=(8, 1)),
     Cell(mesh="cp=2 tp=2", sequence=True, documents=True, recompute="full", heads=(9, 3), vocab=61),
     Cell(mesh="cp=2 tp=2", microbatches=2, tied=True),
