@@ -49,6 +49,7 @@ from .groups import flatten_mesh as flatten_mesh
 from .groups import group_of_call as group_of_call
 from .groups import is_fake_group as is_fake_group
 from .groups import mesh_of_groups as mesh_of_groups
+from .groups import nested_mesh as nested_mesh
 from .groups import Partition as Partition
 from .groups import process_group as process_group
 from .groups import says_peer_is_lost as says_peer_is_lost
