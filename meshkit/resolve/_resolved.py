@@ -22,7 +22,7 @@ from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.plan import Plan
 from meshkit.program import Example, Program
-from meshkit.strategy import MemoryPolicy, Strategy
+from meshkit.strategy import MemoryPolicy, Shardings, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,7 +30,7 @@ class Resolved:
     """The decisions for every rank. Names are those of the single-device model.
 
     program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
-    from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
+    from it. blocks, units, mlps: modules that the plan names. shardings: over which data ranks parameters, gradients and states are. sequence: whether the residual stream is
     sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
     output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
     attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
@@ -46,7 +46,7 @@ class Resolved:
     blocks: tuple[str, ...]
     units: tuple[str, ...]
     mlps: tuple[str, ...]
-    zero: int
+    shardings: Shardings
     sequence: bool
     compute: torch.dtype
     fp8: tuple[str, ...]
