@@ -31,7 +31,9 @@ def group_axes(spec: MeshSpec, *axes: str) -> Axes:
         axes = ("dp_shard", "cp", "tp")
     large = [axis for axis in axes if getattr(spec, axis) > 1]
     # One name for the same ranks: of one node, or of nodes of one rank, a nested axis is the whole.
-    whole = {part: axis for axis, parts in NESTED.items() for part in parts if getattr(spec, part) == getattr(spec, axis)}
+    whole = {
+        part: axis for axis, parts in NESTED.items() for part in parts if getattr(spec, part) == getattr(spec, axis)
+    }
     names = [whole.get(axis, axis) for axis in large]
     for axis, (inter, intra) in NESTED.items():
         if {inter, intra} <= {*names}:  # both, one after the other, are the axis

@@ -83,7 +83,9 @@ class Walk:
         treated = self._treated(fresh=fresh, own=first, reduces=reduces)
         self.buffers.begin()
         self._forward(0, treated)
-        self._backward(0, treated, reduces=reduces, frees=last or self.rank.shardings.frees_parameters, last=last, added=not fresh)
+        self._backward(
+            0, treated, reduces=reduces, frees=last or self.rank.shardings.frees_parameters, last=last, added=not fresh
+        )
 
     def _treated(self, *, fresh: bool, own: bool, reduces: bool, splits: bool = False) -> Treated:
         """fresh: no unsharded gradients are there; own: nor those of parameters that nothing shards."""

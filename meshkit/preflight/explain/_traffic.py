@@ -201,7 +201,13 @@ def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitB
     (axis, inner), (outer_axis, outer) = hops(row.parameters)
     if outer > 1:
         # The secondary copy: of all parts that the inner ranks share, this rank's.
-        log.add(outer_axis, "all_gather", sizes.gathered // inner, "parameters, first use in a step", module=unit.name)
+        log.add(
+            outer_axis,
+            "all_gather",
+            sizes.gathered // inner,
+            "secondary copies of parameters, forward",
+            module=unit.name,
+        )
     if inner > 1:
         log.add(axis, "all_gather", sizes.gathered, "parameters, forward", gathers, module=unit.name)
         log.add(axis, "all_gather", sizes.gathered, "parameters, backward", again, module=unit.name)
@@ -210,7 +216,7 @@ def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitB
     if inner > 1:
         log.add(axis, op, sizes.reduced, "gradients, backward", reductions, module=unit.name)
     if outer > 1:
-        log.add(outer_axis, op, sizes.reduced // inner, "gradients, last backward", module=unit.name)
+        log.add(outer_axis, op, sizes.reduced // inner, "sums of microbatches, backward", module=unit.name)
     outside, copies = rank_model.axis(axes_outside(row.states, experts=experts))
     if copies > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
