@@ -161,8 +161,8 @@ class MeshSpec:
         node = spec.dp_intra * spec.cp * spec.tp
         if spec.dp_intra > 1 and node % experts:
             raise MeshError(
-                f"mesh ep={spec.ep} etp={spec.etp} needs ep*etp={experts} to divide the dp_intra*cp*tp={node} ranks of a node "
-                f"where dp_shard is nested. Choose from the divisors of {node}, or leave dp_intra away."
+                f"mesh ep={spec.ep} etp={spec.etp} needs ep*etp={experts} to divide the dp_intra*cp*tp={node} ranks of a "
+                f"node where dp_shard is nested. Choose from the divisors of {node}, or leave dp_intra away."
             )
         return spec
 

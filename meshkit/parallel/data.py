@@ -160,15 +160,16 @@ def fully_shard(
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over the mesh, in place; uneven sizes are fine.
 
-    mesh: one axis to shard over, or two: replicate × shard (HSDP). A shard axis of size 1 replicates parameters (DDP). Or what
-    `shard_mesh` makes of a row, with the groups of its hops; in a loop of your own call `before_microbatch` then.
+    mesh: one axis to shard over, or two: replicate × shard (HSDP). A shard axis of size 1 replicates parameters (DDP).
+    Or what `shard_mesh` makes of a row, with the groups of its hops; in a loop of your own call `before_microbatch` then.
     units: names of submodules that are gathered and freed one at a time (the blocks); the rest is the root unit, which is not
     freed after forward, since backward needs it first. keep_gathered: units not freed after forward for the same reason (see
     `kept_units`).
     ignored: names of submodules that are not sharded: another call shards them over another mesh, or none does.
     whole: names of parameters that every rank keeps whole, such as scalars. Their gradients are this rank's own: sum them
     yourself after backward, as `parallelize` does.
-    zero: 3, 2 or 1, or the row of `Shardings` that such a stage names. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
+    zero: 3, 2 or 1, or a row of `Shardings`, of which such a stage is the name. precision: compute and reduction dtypes;
+    parameters and optimizer state keep their own.
     cast_inputs: units cast floating-point inputs to the compute dtype. False where some inputs are wider on purpose.
     policy: in how many bits parameters and gradients travel over the shard axis, see `DataPolicy`.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.

@@ -1,4 +1,4 @@
-"""The table of shardings, resolved: ZeRO-1, 2 and 3, HSDP, MiCS, hpZ, PaRO and three levels as rows, and the axes of each level.
+"""The table of shardings: ZeRO-1, 2 and 3, HSDP, MiCS, hpZ, PaRO and three levels are its rows; the axes of each level.
 
 A level is a number of axes of the data ranks, counted from the innermost, the ranks of a node: so it is always ranks that lie
 one after the other, and what is sharded over a wider level is sharded over a narrower one first.
@@ -29,7 +29,8 @@ def shardings_of(strategy: Strategy, spec: MeshSpec) -> Shardings:
     zero, policy = strategy.zero, strategy.data
     if zero is not None and policy.shards:
         raise PlanError(
-            f"zero={zero} and {_given(policy)}: two places for one choice, since zero={zero} names such a row. Leave one away."
+            f"zero={zero} and {_given(policy)}: two places for one choice, since zero={zero} names such a row. Leave one "
+            "away."
         )
     if policy.shards:
         states = policy.states or "all"
@@ -77,8 +78,8 @@ def _refuse(row: Shardings, policy: DataPolicy, spec: MeshSpec) -> None:
         )
     if policy.reduce is not None and row.gradients not in ("none", row.states):
         raise PlanError(
-            f"DataPolicy(reduce={policy.reduce!r}) with gradients={row.gradients!r}, states={row.states!r}: rounded gradients "
-            f"are reduced in one hop, and these take two. Use gradients={row.states!r}, or reduce=None."
+            f"DataPolicy(reduce={policy.reduce!r}) with gradients={row.gradients!r}, states={row.states!r}: rounded "
+            f"gradients are reduced in one hop, and these take two. Use gradients={row.states!r}, or reduce=None."
         )
 
 
@@ -104,8 +105,8 @@ class Hops:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
-    """What FSDP shards over. mesh: one axis, or two: replicate x shard. gather: where whole parameters are gathered from copies
-    that lie on fewer ranks than the shards; reduce: where gradients add up on fewer ranks. None: in one hop."""
+    """What FSDP shards over. mesh: one axis, or two: replicate x shard. gather: where whole parameters are gathered from
+    copies that lie on fewer ranks than the shards; reduce: where gradients add up on fewer ranks. None: in one hop."""
 
     mesh: DeviceMesh
     gather: Hops | None = None

@@ -154,8 +154,8 @@ class _Gather(_Unit):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """input_tensor: [elements of a rank's parts], which may be a part of output_tensor: [ranks x elements]; or the parts of
-        several ranks, one after the other."""
+        """input_tensor: [elements of a rank's parts], which may be a part of output_tensor: [ranks x elements]; or the
+        parts of several ranks, one after the other."""
         parts = [(prod(each.part), each.dtype) for each in self.parameters]
         dtype = input_tensor.dtype
         mixed = any(each != dtype for _, each in parts)  # then FSDP's buffers are bytes

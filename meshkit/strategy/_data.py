@@ -1,5 +1,4 @@
-"""Choices of data parallelism: over which ranks parameters, gradients and optimizer states are sharded (ZeRO, HSDP, MiCS, hpZ,
-PaRO), and quantized wires of FSDP (ZeRO++): parameters gathered and gradients reduced in a few bits."""
+"""Choices of data parallelism: ranks to shard over (ZeRO, HSDP, MiCS, hpZ, PaRO), and quantized wires of FSDP (ZeRO++)."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 class Shardings:
     """A row of the table of shardings: over which data ranks each part of the training state is sharded during a step.
 
-    "none": whole on every rank. "node": over the ranks of dp_shard inside of a node (dp_intra) and cp. "all": over dp_shard and
-    cp. "replicas": over dp_replicate too. What the ranks of a level hold together, the ranks outside of it hold as well.
-    Masters lie as states do.
+    "none": whole on every rank. "node": over cp and those ranks of dp_shard that are in one node (dp_intra). "all": over
+    dp_shard and cp. "replicas": over dp_replicate too. The ranks outside of a level hold what those of it hold together.
+    states are also where the masters of parameters are.
     Source: Rajbhandari et al. 2020 (ZeRO-1, 2, 3); Zhang et al. 2022 (MiCS); Wang et al. 2023 (hpZ); Wu et al. 2023 (PaRO);
-    Xu et al. 2025 (three levels).
+    Xu et al. 2025 (three levels on Frontier).
     """
 
     parameters: Level = "all"
@@ -48,9 +47,10 @@ ZERO = {1: Shardings("none", "none"), 2: Shardings("none", "all"), 3: Shardings(
 class DataPolicy:
     """Over which ranks the training state is sharded, and in how many bits parameters and gradients travel between them.
 
-    parameters, gradients, states: "none", "node", "all" or "replicas", see `Shardings`; the first two may also be as narrow as
-    they like, but no wider than states. None: states is "all", the others are as states; with pp they are "none".
-    Without any of them `Strategy(zero=...)` says it. gather: of parameters, "int8", "fp8" or "int4": blocks of 128 with a scale each; None sends the compute dtype. The shards
+    parameters, gradients, states: "none", "node", "all" or "replicas", see `Shardings`; the first two are sharded as far as
+    states at most. Default: states "all" and the others as states, or with pp "none". With none of the three,
+    `Strategy(zero=...)` says it.
+    gather: of parameters, "int8", "fp8" or "int4": blocks of 128 with a scale each; None sends the compute dtype. The shards
     themselves stay exact, so rounding does not add up from step to step. reduce: of gradients, "int8" or "int4"; None sends
     the reduction dtype. feedback: error feedback: what rounding took of a gradient is added to the next one.
     """

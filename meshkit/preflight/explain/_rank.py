@@ -197,7 +197,7 @@ class RankModel:
 
     def row(self, name: str) -> ParamRow:
         """The parameter as it is printed: placement on each axis, and the bytes that this rank keeps."""
-        param, spec = self.params[name], self.spec
+        param = self.params[name]
         placements: dict[str, str] = {}
         if self.cut is not None:
             placements["pp"] = f"stage {self.cut.stages.stage_of(name)}"

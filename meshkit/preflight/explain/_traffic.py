@@ -173,9 +173,9 @@ def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitBytes:
-    """gathered: the result of an all-gather of all parts. reduced: the input of a reduce-scatter of whole gradients, or with a
-    quantized wire what leaves the rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that which
-    is left of it.
+    """gathered: the result of an all-gather of all parts. reduced: the input of a reduce-scatter of whole gradients, or with
+    a quantized wire what leaves the rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that
+    which is left of it.
     """
 
     gathered: int
@@ -184,7 +184,7 @@ class _UnitBytes:
 
 
 def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitBytes, microbatches: int) -> None:
-    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `before_microbatch`.
+    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see `before_microbatch`.
     row, experts = rank_model.shardings, unit.params[0].expert
     gathers = microbatches if row.frees_parameters else 1
     reductions = microbatches if row.reduces_every_microbatch else 1
