@@ -29,14 +29,15 @@ from meshkit.strategy import MemoryPolicy, Shardings, Strategy
 class Resolved:
     """The decisions for every rank. Names are those of the single-device model.
 
-    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
-    from it. blocks, units, mlps: modules that the plan names. shardings: over which data ranks parameters, gradients and
-    states are sharded. sequence: whether the residual stream is sharded along the sequence. compute: the dtype of matrix
-    products. fp8: linear layers that multiply in fp8. head: the output head, with a chunked loss; else None. layout: of
-    parameters and calls on tp; None without tp. reading: how attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
-    treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
-    empty without one. example, outline: by what the program was read on tp, and of what it ran there. rows: by what it was
-    shown to keep rows apart, on dp and pp; None where nothing showed it.
+    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields
+    follow from it. blocks, units, mlps: modules that the plan names. shardings: over which data ranks parameters,
+    gradients and states are sharded. sequence: whether the residual stream is sharded along the sequence. compute: the
+    dtype of matrix products. fp8: linear layers that multiply in fp8. head: the output head, with a chunked loss; else
+    None. layout: of parameters and calls on tp; None without tp. reading: how attention reaches over the ranks of cp.
+    experts: modules of routed experts. cut: the pipeline stages; None without pp. treatments: for each block, what it
+    keeps for backward and where. choices: what a `Budget` chose, on each rank of pp; empty without one. example, outline:
+    by what the program was read on tp, and of what it ran there. rows: by what it was shown to keep rows apart, on dp and
+    pp; None where nothing showed it.
     """
 
     program: Program

@@ -137,10 +137,7 @@ def without_tokens(messages: Counter[Message]) -> Counter[Message]:
             Cell(mesh="dp_shard=2x2", microbatches=2, recompute="full"),
             DataPolicy(parameters="node", gradients="node", gather="fp8"),
         ),
-        (
-            Cell(mesh="dp_shard=2x2", tied=True, microbatches=2),
-            DataPolicy(gradients="none", reduce="int8", gather="int8"),
-        ),
+        (Cell(mesh="dp_shard=2x2", tied=True), DataPolicy(gradients="none", reduce="int8", gather="int8")),
     ],
     ids=["int8", "int4 both ways", "fp8 and sums in nodes", "whole gradients"],
 )
@@ -186,7 +183,7 @@ def evaluated_between() -> list[float]:
         plain.load_state_dict({name: full_tensor(param) for name, param in run.named_parameters()}, strict=False)
         logits = plain(batch["input_ids"]).flatten(0, 1)
         loss = F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
-        found.append(float((summed / tokens - loss).abs()))
+        found.append(float((summed / tokens - loss.detach()).abs()))
     return found
 
 
@@ -221,8 +218,8 @@ def held_between_microbatches(mesh: mk.Mesh, row: DataPolicy) -> dict[str, int]:
     return found[3]
 
 
-def held_on_a_rank(row: DataPolicy) -> dict[str, int]:
-    return held_between_microbatches(mesh_for(NESTED), row)
+def held_on_a_rank(rows: list[DataPolicy]) -> list[dict[str, int]]:
+    return [held_between_microbatches(mesh_for(NESTED), row) for row in rows]
 
 
 def closed_form(row: DataPolicy) -> dict[str, int]:
@@ -256,14 +253,14 @@ def test_an_estimate_holds_between_microbatches_what_the_closed_form_says(row: D
         assert summed(held_between_microbatches(mesh, row)) == closed_form(row)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if name_of(row) in REAL], ids=name_of)
-def test_a_rank_holds_between_microbatches_what_the_closed_form_says(row: DataPolicy) -> None:
-    expected = closed_form(row)
-    for found in pool(8).run(held_on_a_rank, row):
-        real = summed(found)
-        # gloo may hold the buffers of a finished message a moment longer.
-        assert real.pop("gradients") == pytest.approx(expected["gradients"], abs=expected["gradients"] / 2)
-        assert real == {key: size for key, size in expected.items() if key != "gradients"}
+def test_ranks_hold_between_microbatches_what_the_closed_form_says() -> None:
+    rows = [row for row in ROWS if name_of(row) in REAL]
+    for of_rank in pool(8).run(held_on_a_rank, rows):
+        for row, found in zip(rows, of_rank, strict=True):
+            real, expected = summed(found), closed_form(row)
+            # gloo may hold the buffers of a finished message a moment longer.
+            assert real.pop("gradients") == pytest.approx(expected.pop("gradients"), rel=0.5)
+            assert real == expected, name_of(row)
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints and moves
