@@ -193,7 +193,8 @@ class MeshSpec:
         """
         lines = [f"{self.world_size} rank{'s' * (self.world_size > 1)}, {ranks_per_node} per node"]
         world_ranks = range(self.world_size) if ranks is None else ranks
-        for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
+        nested = NESTED["dp_shard"] if self.dp_intra > 1 else ()
+        for title, axes in (("dense", (*DENSE_AXES, *nested)), ("expert", EXPERT_AXES)):
             for axis in axes:
                 size = getattr(self, axis)
                 if size == 1 or (title == "expert" and (axis in DENSE_AXES or self.ep * self.etp == 1)):
