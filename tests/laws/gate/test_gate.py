@@ -7,7 +7,17 @@ import time
 
 import pytest
 
-from tests.laws.gate.cell import REFUSALS, Cell, Refusal, draw, draw_hybrid, draw_padded, draw_sharded, draw_wired, smallest
+from tests.laws.gate.cell import (
+    REFUSALS,
+    Cell,
+    Refusal,
+    draw,
+    draw_hybrid,
+    draw_padded,
+    draw_sharded,
+    draw_wired,
+    smallest,
+)
 from tests.laws.gate.choose import covering
 from tests.laws.gate.verdict import verdict
 
