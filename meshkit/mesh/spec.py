@@ -80,16 +80,17 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": there is no axis {axis!r}. {hint}The axes are {", ".join(names)}.')
             if axis in sizes:
                 raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
+            nodes, nested, inside = value.partition("x") if axis == "dp_shard" else (value, "", "")
+            if nested and "dp_intra" in sizes:
+                raise MeshError(f'mesh "{text}": dp_intra is given twice, and as {value!r}. Keep one.')
             try:
-                nodes, nested, inside = value.partition("x") if axis == "dp_shard" else (value, "", "")
                 sizes[axis] = int(nodes)
                 if nested:
-                    if "dp_intra" in sizes:
-                        raise MeshError(f'mesh "{text}": dp_intra is given twice, and as {value!r}. Keep one.')
                     sizes["dp_intra"] = int(inside)
-                    sizes[axis] *= sizes["dp_intra"] if sizes[axis] != -1 else 1
             except ValueError:
                 raise MeshError(f'mesh "{text}": the size of {axis!r} is {value!r}, not a whole number.') from None
+            if nested and sizes[axis] != -1:
+                sizes[axis] *= sizes["dp_intra"]
         return MeshSpec(**sizes)
 
     @property
