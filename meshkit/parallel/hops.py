@@ -82,7 +82,7 @@ class _Gather(_Allocates):
     # the last backward, before an optimizer can write. Outside of a step, as in an evaluation, nothing is kept, and each
     # gather takes both hops. FSDP gathers on a stream of its own where its hooks do, on the current one where a module is
     # gathered by a call: so who reads the copy waits for who wrote it (DeepSpeed's had no such wait: issue 5059, losses
-    # of zero).
+    # of zero). Events of FSDP's own order them too in all that tests run; they are not promised.
     def __init__(self, hops: Hops, gather: Gather, *, frees: bool) -> None:
         self._hops, self._gather, self._frees = hops, gather, frees
         self._in_step = self._last = False

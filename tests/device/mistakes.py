@@ -41,8 +41,6 @@ PIPELINE = Cell(model="tied", mesh="pp=2", schedule="1f1b", microbatches=3)
 RING = Cell(mesh="cp=2", context="ring")
 CAST = Cell(mesh="cp=2", context="group_cast")
 GATHER = Cell(mesh="cp=2", context="all_gather")
-# Of a module of experts the copy is written on one stream and read on another: FSDP gathers it ahead, and a call again.
-COPIED = Cell(model="moe", mesh="dp_replicate=2 dp_shard=2 ep=2", microbatches=2, row=("all", "all", "replicas"))
 
 STREAMS, HOST_TIER, DISK_TIER = (f"memory/offload/_{name}.py" for name in ("streams", "host", "disk"))
 COPIES, HOST_ADAMW = "optim/_host_copies.py", "optim/host_offload.py"
@@ -241,13 +239,6 @@ MISTAKES = [
         old="for work in works:\n                work.wait()",
         new="pass",
         cell=PIPELINE,
-    ),
-    Mistake(
-        name="a secondary copy is read before it is written",
-        file="parallel/hops.py",
-        old="stream.wait_event(self._written)",
-        new="pass",
-        cell=COPIED,
     ),
 ]
 
