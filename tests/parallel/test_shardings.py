@@ -344,3 +344,10 @@ def test_what_a_mesh_cannot_do_is_refused_by_every_verb(mesh: str, choices: dict
     for verb in (mk.explain, mk.estimate):
         with pytest.raises(PlanError, match=match):
             verb(model, mesh, plan=mk.models.LLAMA_PLAN, rows=2, seq_len=16, **choices)
+
+
+@pytest.mark.parametrize("fixed", [mk.Strategy(data=HPZ), mk.Strategy(mesh="dp_shard=2x2")], ids=["row", "nodes"])
+def test_a_search_makes_neither_rows_nor_nodes(fixed: mk.Strategy) -> None:
+    batch = mk.preflight.forecast.Batch(sequences=8, seq_len=16)
+    with pytest.raises(PlanError, match="search compares ZeRO stages on meshes that tell no nodes apart"):
+        mk.search(build(Cell(mesh="", layers=2)), "h100", batch, world=4, fixed=fixed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
 
 from meshkit.mask import Mask
 from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.shardings import axes_between
 from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.preflight.forecast._update import Update
@@ -183,7 +185,8 @@ def _sizes(
     accumulates = not resolved.shardings.reduces_every_microbatch
     trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
-    shards = resolved.spec.dp_shard * resolved.spec.cp
+    states = axes_between("none", resolved.shardings.states)
+    shards = prod(getattr(resolved.spec, axis) for axis in states)
     for name, (kept, size) in held.items():
         if name not in trained:
             continue
