@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import Counter
 from dataclasses import replace
@@ -18,10 +19,12 @@ import meshkit as mk
 from meshkit.checkpoint import Checkpointer
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
+from meshkit.parallel.data import before_microbatch
+from meshkit.parallel.shardings import shard_mesh
 from meshkit.preflight.estimate._estimate import count_parameters, fake_mesh, tracked_step, tracker_of
 from meshkit.preflight.estimate._tracker import GROUPS
 from meshkit.preflight.explain import Message
-from meshkit.strategy import LEVELS, DataPolicy
+from meshkit.strategy import LEVELS, DataPolicy, Shardings
 from tests.compare_shards import computed_once, difference
 from tests.depth import thin
 from tests.laws.parity.cases import (
@@ -351,3 +354,23 @@ def test_a_search_makes_neither_rows_nor_nodes(fixed: mk.Strategy) -> None:
     batch = mk.preflight.forecast.Batch(sequences=8, seq_len=16)
     with pytest.raises(PlanError, match="search compares ZeRO stages on meshes that tell no nodes apart"):
         mk.search(build(Cell(mesh="", layers=2)), "h100", batch, world=4, fixed=fixed)
+
+
+def alone() -> float:
+    """Two microbatches in a loop of one's own: the largest difference of a gradient from one device."""
+    mesh, row = mk.init_mesh("dp_shard=2x2"), Shardings("node", "node", "all")
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Linear(9, 3)).double()
+    plain = copy.deepcopy(model)
+    mk.fully_shard(model, shard_mesh(mesh, row), units=["0", "1"], zero=row)
+    rows = torch.randn(8, 7, dtype=torch.float64)
+    for index, part in enumerate(rows.chunk(4)[mesh.rank].chunk(2)):
+        before_microbatch(model, row=row, first=not index, last=bool(index))
+        model(part).square().sum().backward()
+    plain(rows).square().sum().backward()
+    expected = dict(plain.named_parameters())
+    return max(difference(param.grad, expected[name].grad) for name, param in model.named_parameters())
+
+
+def test_a_loop_of_ones_own_takes_a_row() -> None:
+    assert max(pool(4).run(alone)) < TOL_FP64
