@@ -21,6 +21,7 @@ from meshkit.core.sharding import local_tensor
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import MeshkitError
 from meshkit.mesh.ranges import ranges_in_words
+from meshkit.parallel.pipeline import Schedule
 from meshkit.step import Run
 
 # [Note: where a wrong number is seen first]
@@ -82,6 +83,8 @@ class Replay:
         self._steps += 1
         self._chosen = None
         if self._every and self._steps % self._every == 0:
+            if self._run.pipeline is not None:
+                _refuse_skips(self._run.pipeline.schedule(microbatches))
             # Each rank draws alike: ranks make the same calls, with the same number of microbatches.
             self._chosen = random.Random(f"{self._seed} {self._steps}").randrange(microbatches)
             self._first = _Recording()
@@ -268,6 +271,14 @@ def _refuse(run: Run) -> None:
         raise MeshkitError(
             f"{asked}: kernels on {run.mesh.device.type} may add in another order when they run again, and nothing would "
             "tell that from a wrong number. Call torch.use_deterministic_algorithms(True) before, or leave the replay away."
+        )
+
+
+def _refuse_skips(table: Schedule) -> None:
+    if table.skips:
+        raise MeshkitError(
+            f"CorruptionGuard(replay_every=...): a microbatch of the schedule {table.name!r} skips stages, and passes others "
+            "when it runs again alone. Use a schedule that passes all stages, or leave the replay away."
         )
 
 

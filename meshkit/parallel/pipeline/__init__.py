@@ -10,6 +10,7 @@ from ._cut import generator_of as generator_of
 from ._cut import plan_pipeline as plan_pipeline
 from ._dependencies import Dependency as Dependency
 from ._dependencies import dependencies as dependencies
+from ._paths import Path as Path
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import cut_stages as cut_stages
 from ._pipeline import pipeline_of as pipeline_of

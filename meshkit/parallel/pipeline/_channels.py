@@ -5,15 +5,15 @@ NCCL matches the messages of two ranks by order alone, runs what is issued on a 
 both hosts wait when a communicator is made, which it is at its first use. So each way from one rank to another has a group of
 these two ranks and a communicator of its own: a receive that is posted ahead stands in front of nothing but later messages of
 the same sender. All are made and used once when the stages are cut, by every rank in the order of one list, so no host waits
-for a communicator in a step. What is sent is one batch for each message, since a send outside of a batch makes one more
-communicator on torch 2.11 to 2.14.
+for a communicator in a step; those that only a table with skipped stages takes, and that is not known then, before its first.
+What is sent is one batch for each message, since a send outside of a batch makes one more communicator on torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -37,10 +37,13 @@ class Channels(Protocol):
 
 
 class GroupChannels:
-    """Channels over process groups of two ranks, by way; of this rank's ways."""
+    """Channels over process groups of two ranks, by way; of this rank's ways. ways: those of all ranks."""
 
-    def __init__(self, rank: int, groups: dict[Way, dist.ProcessGroup]) -> None:
-        self.rank, self.groups = rank, groups
+    def __init__(self, rank: int, groups: dict[Way, dist.ProcessGroup], ways: frozenset[Way]) -> None:
+        self.rank, self.groups, self.ways = rank, groups, ways
+
+    def with_more(self, other: GroupChannels) -> GroupChannels:
+        return GroupChannels(self.rank, self.groups | other.groups, self.ways | other.ways)
 
     def send(self, values: Sequence[Tensor], target: int) -> list[dist.Work]:
         return _batch(dist.isend, values, self.groups[self.rank, target], int(target > self.rank))
@@ -56,12 +59,15 @@ def _batch(op: object, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer
     return works
 
 
-def rounds_of(placement: Sequence[int], *, tied: bool) -> tuple[tuple[Way, ...], ...]:
+def ways_of(placement: Sequence[int], *, tied: bool) -> frozenset[Way]:
     """The ways that messages of a pipeline take: forward and back between the ranks of neighbouring stages, and between the
-    first and the last where these have tied parameters. In rounds in which no rank has two, so that those of one round are
-    one split of the axis' group, and open at once."""
+    first and the last where these have tied parameters."""
     pairs = [*pairwise(placement), *([(placement[0], placement[-1])] if tied else [])]
-    ways = dict.fromkeys(way for a, b in pairs if a != b for way in ((a, b), (b, a)))
+    return frozenset(way for a, b in pairs if a != b for way in ((a, b), (b, a)))
+
+
+def in_rounds(ways: Iterable[Way]) -> tuple[tuple[Way, ...], ...]:
+    """In rounds in which no rank has two, so that those of one round are one split of the axis' group, and open at once."""
     rounds: list[list[Way]] = []
     for way in sorted(ways):
         open_round = next((each for each in rounds if all(set(way).isdisjoint(other) for other in each)), None)
@@ -83,7 +89,8 @@ def open_channels(group: dist.ProcessGroup, rounds: tuple[tuple[Way, ...], ...],
     partitions = [[sorted(ranks[end] for end in way) for way in ways] for ways in rounds]
     made = _torch.split(group, partitions, timeout=_torch.timeout_of(group))
     own = [next((way for way in ways if rank in way), None) for ways in rounds]
-    channels = GroupChannels(rank, {way: pair for way, pair in zip(own, made, strict=True) if way and pair})
+    groups = {way: pair for way, pair in zip(own, made, strict=True) if way and pair}
+    channels = GroupChannels(rank, groups, frozenset(chain.from_iterable(rounds)))
     for pair in channels.groups.values():
         name_group(pair.group_name, axis_of(group.group_name))
     if _torch.is_fake_group(group):

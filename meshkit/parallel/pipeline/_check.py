@@ -91,7 +91,7 @@ class Checked:
 
 
 def check(schedule: Schedule) -> Checked:
-    """Check that every forward and backward is there once, on its stage's rank, and in an order that ends.
+    """Check that every forward and backward of each path is there once, on its stage's rank, and in an order that ends.
 
     Raises: PlanError with the table drawn and an arrow at the bad cell.
     """
@@ -133,6 +133,29 @@ def _check_shape(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r}: placement puts stage {stage} on rank {rank}, but the table has "
                 f"{schedule.world} ranks.\nGive the table a line for every rank of placement."
             )
+    _check_paths(schedule)
+
+
+def _check_paths(schedule: Schedule) -> None:
+    last = schedule.stages - 1
+    if len(schedule.paths) != schedule.microbatches:
+        raise PlanError(
+            f"schedule {schedule.name!r} has {len(schedule.paths)} paths for {schedule.microbatches} microbatches. Give each "
+            "one, or none for all stages in order."
+        )
+    for microbatch, path in enumerate(schedule.paths):
+        problem = ""
+        if any(not 0 <= stage <= last for stage in path):
+            problem = f"stages count from 0 to {last}"
+        elif path[:1] != (0,) or path[-1:] != (last,):
+            problem = f"it begins at stage 0, which has the embedding, and ends at stage {last}, which has the loss"
+        elif len(set(path)) != len(path):
+            problem = "a microbatch passes a stage once"
+        if problem:
+            raise PlanError(
+                f"schedule {schedule.name!r}: the path of microbatch {microbatch} is {path}, but {problem}. Change the path, "
+                "and its rows."
+            )
 
 
 def _check_cell(schedule: Schedule, rank: int, index: int, row: Row) -> None:
@@ -148,6 +171,12 @@ def _check_cell(schedule: Schedule, rank: int, index: int, row: Row) -> None:
         if not 0 <= task.microbatch < schedule.microbatches:
             problem = f"{at}, is of microbatch {task.microbatch}, but there are {schedule.microbatches}."
             _refuse(schedule, (rank, index), problem, f"Microbatches count from 0 to {schedule.microbatches - 1}.")
+        if task.stage not in schedule.paths[task.microbatch]:
+            path = schedule.paths[task.microbatch]
+            problem = (
+                f"{at}, is of stage {task.stage}, which is not on the path of microbatch {task.microbatch}, {path}."
+            )
+            _refuse(schedule, (rank, index), problem, "Leave it out, or change the path.")
         if schedule.placement[task.stage] != rank:
             owner = schedule.placement[task.stage]
             problem = f"{at}, is of stage {task.stage}, which is on rank {owner}."
@@ -189,6 +218,8 @@ def _check_complete(schedule: Schedule, cells: dict[Task, Cell]) -> None:
     for stage, rank in enumerate(schedule.placement):
         end = len(schedule.ranks[rank])
         for microbatch in range(schedule.microbatches):
+            if stage not in schedule.paths[microbatch]:
+                continue
             forward, backward, input_, weight = (Task(op, stage, microbatch) for op in "FBIW")
             if forward not in cells:
                 problem = f"rank {rank} has no forward of microbatch {microbatch} in stage {stage}."
@@ -209,7 +240,7 @@ def _refuse_circle(schedule: Schedule, cells: dict[Task, Cell]) -> NoReturn:
     # Only outputs of other stages are asked for: `_check_once` has seen that those of the same stage come before on the rank.
     def missing(rank: int) -> Task | None:
         for task in schedule.ranks[rank][ended[rank]].tasks:
-            need = need_of(task, schedule.stages)
+            need = need_of(task, schedule)
             if need is not None:
                 other, index = cells[producers[need]]
                 if index >= ended[other]:

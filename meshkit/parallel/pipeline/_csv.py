@@ -8,6 +8,8 @@
     0,0,F,0,,
     0,0,B,0,,
 
+Where microbatches skip stages, the line `paths,0 2 3,0 1 3` before the columns has the stages that each passes.
+
 torch's has a line per rank and an action per cell: 0F0, 1I2, 1W2, 1B2, (0F3;3B1)OVERLAP_F_B, or nothing.
 """
 
@@ -46,6 +48,8 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     writer.writerow(["microbatches", schedule.microbatches])
     writer.writerow(["placement", *schedule.placement])
     writer.writerow(["ranks", schedule.world])
+    if schedule.skips:
+        writer.writerow(["paths", *(" ".join(map(str, path)) for path in schedule.paths)])
     writer.writerow(COLUMNS)
     for row in schedule.rows():
         backward = (row.backward_stage, row.backward_microbatch) if row.op == "FB" else ("", "")
@@ -97,6 +101,8 @@ def _read_own(path: Path, lines: list[Line]) -> Schedule:
     microbatches, *_ = _numbers(path, *head["microbatches"], at_least=1)
     placement = _numbers(path, *head["placement"], at_least=1)
     world, *_ = _numbers(path, *head["ranks"], at_least=1)
+    number, cells = head.get("paths", (0, []))
+    paths = tuple(_numbers(path, number, cell.split(), at_least=1) for cell in cells if cell)
     ranks: list[list[Row]] = [[] for _ in range(world)]
     for number, cells in body:
         if len(cells) != len(COLUMNS):
@@ -116,7 +122,7 @@ def _read_own(path: Path, lines: list[Line]) -> Schedule:
         if rank >= world:
             _refuse(path, number, f"rank {rank}, but ranks says {world}.", "Change one of them.")
         ranks[rank].append(Row(rank, stage, op, microbatch, *backward))
-    return Schedule(name[0] if name else "", microbatches, placement, tuple(map(tuple, ranks)))
+    return Schedule(name[0] if name else "", microbatches, placement, tuple(map(tuple, ranks)), paths)
 
 
 def _read_torch(path: Path, lines: list[Line]) -> Schedule:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._csv import read_csv
+from meshkit.parallel.pipeline._skips import refuse_skips, why_not_skip
 from meshkit.parallel.pipeline._stages import Stages, flow_of, plan_stages
 from meshkit.parallel.pipeline._table import Schedule
 from meshkit.parallel.pipeline.schedules import NAMES, Generator, named
@@ -26,7 +27,9 @@ class Cut:
 
     splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
     something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
-    of the full model, on meta. read: whether the program told in which order modules are called.
+    of the full model, on meta. read: whether the program told in which order modules are called. no_skips: why no microbatch
+    can skip a stage, where the program told. ways: (from, to) of messages between ranks in the table that was given, or in
+    that of two microbatches.
     """
 
     stages: Stages
@@ -37,19 +40,28 @@ class Cut:
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
     read: bool = False
+    no_skips: str = ""
+    ways: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def ends(self) -> tuple[int, int]:
         """The ranks of the first and the last stage."""
         return self.placement[0], self.placement[-1]
 
+    @property
+    def named(self) -> bool:
+        """Whether the schedule has a name: such a table passes all stages, and is the same each time."""
+        return self.generate in NAMES.values()
+
     def checked(self, ranks: int, microbatches: int) -> Checked:
         """The schedule's table, checked. That of a name is kept: a file's or a function's may be another the next time.
 
-        Raises: PlanError where there is none.
+        Raises: PlanError where there is none, and where it skips stages of a model that does not allow it.
         """
-        made = _checked if self.generate in NAMES.values() else _checked.__wrapped__
-        return made(self.generate, ranks, microbatches)
+        made = _checked if self.named else _checked.__wrapped__
+        checked = made(self.generate, ranks, microbatches)
+        refuse_skips(checked.schedule, self.no_skips)
+        return checked
 
     @property
     def copied(self) -> tuple[tuple[str, str], ...]:
@@ -129,13 +141,26 @@ def plan_pipeline(
     read = read or _trace(model, example, closed or {})
     stages = plan_stages(model, blocks, table.stages, split=split, read=read)
     width: int | None
+    no_skips = ""
     if read is None:
         width = _hidden_width(model, stages)
     else:
         rows_tokens = next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ())
-        width = flow_of(read, model, stages).width(rows_tokens)
+        flow = flow_of(read, model, stages)
+        width, no_skips = flow.width(rows_tokens), why_not_skip(flow)
     tied = _tied(model, stages)
-    return Cut(stages, generate, table.placement, table.splits_backward, width, tied, _tensors(model), read is not None)
+    return Cut(
+        stages=stages,
+        generate=generate,
+        placement=table.placement,
+        splits_backward=table.splits_backward,
+        width=width,
+        tied=tied,
+        tensors=_tensors(model),
+        read=read is not None,
+        no_skips=no_skips,
+        ways=table.ways,
+    )
 
 
 def _trace(model: nn.Module, example: Example | None, closed: Mapping[str, str]) -> Trace | None:

@@ -35,7 +35,7 @@ def dependencies(schedule: Schedule, times: Times | None = None) -> Iterator[Dep
         for index, row in enumerate(rows):
             if index:
                 yield Dependency((rank, index - 1), (rank, index), sending_s)
-            for need in needs(row, schedule.stages):
+            for need in needs(row, schedule):
                 if need not in made:
                     raise PlanError(
                         f"schedule {schedule.name!r}: {row} on rank {rank} needs {need}, which no row computes. "
@@ -46,4 +46,4 @@ def dependencies(schedule: Schedule, times: Times | None = None) -> Iterator[Dep
             sending_s = 0.0
             if times.blocking:
                 ends = (output_of(task) for task in row.tasks)
-                sending_s = sum(hop(rank, rank_of[next_stage(end, schedule.stages - 1)]) for end in ends)
+                sending_s = sum(hop(rank, rank_of[next_stage(end, schedule)]) for end in ends)

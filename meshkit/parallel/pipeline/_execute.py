@@ -76,7 +76,11 @@ class _StageModel:
 def forward(
     staged: StagedModel, stage: int, flow: Flow, received: Sequence[Tensor], microbatch: Any, loss: Loss
 ) -> tuple[Tensor | None, list[Tensor], list[GradientEdge | None]]:
-    """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where in the graph."""
+    """Run one stage on a microbatch: returns the loss (in the last stage), what it hands on, and where in the graph.
+
+    received: of the stage before on the microbatch's path. Where that is not the one before in the model, it is the hidden
+    state in place of that one's: see `refuse_skips`.
+    """
     given = dict(zip(flow.cuts[stage - 1] if stage else (), received, strict=True))
     if flow.writes_given:
         # Each stage of this rank does that again; and microbatches, which are parts of one tensor, count writes together.
@@ -232,7 +236,7 @@ class _Step:
         recording: Recording | None,
         around: Around | None,
     ) -> None:
-        self.stages, self.staged, self.p2p, self.microbatches = schedule.stages, staged, p2p, microbatches
+        self.schedule, self.staged, self.p2p, self.microbatches = schedule, staged, p2p, microbatches
         self.flows, self.loss, self.scale, self.produced = flows, loss, scale, produced
         self.recording, self.around = recording, around
         self.live: dict[tuple[int, int], _Live] = {}
@@ -240,10 +244,10 @@ class _Step:
         self.reports: list[tuple[Collected, float]] = []
 
     def run(self, task: Task) -> None:
-        need = need_of(task, self.stages)
+        need = need_of(task, self.schedule)
         received = self.p2p.receive(need) if need is not None else []
         measured = self.recording.measure(task) if self.recording is not None else nullcontext()
-        watched = nullcontext() if self.around is None else self.around(task.microbatch, _place(task, self.stages))
+        watched = nullcontext() if self.around is None else self.around(task.microbatch, _place(task, self.schedule))
         with measured, watched, using_keys(self.microbatches[task.microbatch][0].get(KEYS)):
             if task.op == "F":
                 self._forward(task, received)
@@ -293,16 +297,18 @@ class _Step:
                 torch.autograd.backward(
                     [edge for edge, _ in roots], [None if number is None else grads[number] for _, number in roots]
                 )
-        if task.stage:
+        source = self.schedule.before(task.stage, task.microbatch)
+        if source is not None:
             floating = [value for value in state.received if value.is_floating_point()]
             # Before they are sent: who waits for them goes on.
-            self.produced.tell(task.stage - 1, task.microbatch, [value.grad is not None for value in floating])
+            self.produced.tell(source, task.microbatch, [value.grad is not None for value in floating])
             back = [torch.zeros_like(value) if value.grad is None else value.grad for value in floating]
             self.p2p.send(output_of(task), back)
         # The inputs and the graph are freed now, even where W is still to come: what it needs is in `deferred`.
         state.received, state.roots = [], []
 
 
-def _place(task: Task, stages: int) -> int:
+def _place(task: Task, schedule: Schedule) -> int:
     """Of a task among those of its microbatch, in the order in which values pass the stages."""
-    return task.stage if task.op == "F" else (3 if task.op == "W" else 2) * stages - task.stage
+    turn = schedule.paths[task.microbatch].index(task.stage)
+    return turn if task.op == "F" else (3 if task.op == "W" else 2) * schedule.stages - turn

@@ -22,7 +22,7 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import Collected
 from meshkit.parallel.data import after_pipeline, before_pipeline, find_units
-from meshkit.parallel.pipeline._channels import Channels, open_channels, rounds_of
+from meshkit.parallel.pipeline._channels import GroupChannels, in_rounds, open_channels, ways_of
 from meshkit.parallel.pipeline._check import Checked, check
 from meshkit.parallel.pipeline._cut import Cut, plan_pipeline
 from meshkit.parallel.pipeline._execute import Around, Loss, arguments, execute, forward
@@ -31,6 +31,7 @@ from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._produced import Produced
 from meshkit.parallel.pipeline._reading import Guard, Reading
 from meshkit.parallel.pipeline._record import Recording
+from meshkit.parallel.pipeline._skips import refuse_skips, why_not_skip
 from meshkit.parallel.pipeline._split_backward import split_linears
 from meshkit.parallel.pipeline._staged_model import StagedModel
 from meshkit.parallel.pipeline._table import Message, Row, Schedule, Task, messages, need_of
@@ -52,7 +53,7 @@ class Pipeline:
     reading: Reading
     axis: DeviceMesh
     cut: Cut
-    channels: Channels
+    channels: GroupChannels
     produced: Produced
     _tables: dict[int, Checked] = field(default_factory=dict)
     _recording: Recording | None = None
@@ -119,7 +120,10 @@ class Pipeline:
                     f"pipeline {checked.schedule.name!r}: pp rank {self.rank}, stage {stage}, F of microbatch {index}"
                 )
                 raise
-        self.produced.begin_step([self.reading.kind(model, microbatch, loss) for microbatch, _ in microbatches])
+        self._open(checked.schedule, flows)
+        # With its path: on another one a value may have no gradient, since who would have made it is skipped.
+        kinds = [self.reading.kind(model, microbatch, loss) for microbatch, _ in microbatches]
+        self.produced.begin_step(list(zip(kinds, checked.schedule.paths, strict=True)))
         # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
         p2p = self._p2p(checked.messages, flows)
@@ -158,7 +162,7 @@ class Pipeline:
             # No row ahead, unlike a step: with one microbatch no rank computes while its next input travels.
             p2p.expect(index)
             (task,) = row.tasks
-            need = need_of(task, schedule.stages)
+            need = need_of(task, schedule)
             received = [] if need is None else p2p.receive(need)
             value, handed, _ = forward(self.staged, task.stage, flow, received, microbatch, function)
             if task.stage + 1 < schedule.stages:
@@ -167,6 +171,17 @@ class Pipeline:
                 result = value
         p2p.finish()
         return result
+
+    def _open(self, schedule: Schedule, flows: Iterable[Flow]) -> None:
+        """Before the first step of a table that skips stages: the channels that were not known when the stages were cut."""
+        if not schedule.skips:
+            return
+        for flow in dict.fromkeys(flows):
+            refuse_skips(schedule, why_not_skip(flow))
+        missing = schedule.ways - self.channels.ways
+        if missing:
+            more = open_channels(self.axis.get_group(), in_rounds(missing), self.staged.device)
+            self.channels = self.channels.with_more(more)
 
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""
@@ -205,6 +220,7 @@ class Pipeline:
                     f"{table.placement}, but the model is cut for {self.cut.placement}. Use one placement for all numbers of "
                     "microbatches."
                 )
+            refuse_skips(table, self.cut.no_skips)
             # Checked once for each number of microbatches; every step then runs the same table.
             self._tables[microbatches] = check(table)
         return self._tables[microbatches]
@@ -237,6 +253,7 @@ class Pipeline:
             if output.op == "F":
                 refs = flow.crossing(output.stage)
             else:
+                # Alike at all cuts where stages are skipped, so that of the stage before in the model tells them too.
                 refs = [ref for ref in flow.crossing(output.stage - 1) if ref.dtype.is_floating_point]
             return [(ref.shape, ref.dtype) for ref in refs]
 
@@ -257,7 +274,8 @@ def pipeline_parallel(
     default, and how many blocks each stage has. dtype: what the module computes in; default: that of its parameters.
     The module then runs by `pipeline_of(module).forward_backward(microbatches, loss, scale)`.
     Wire: for each microbatch, what later stages need of earlier ones (the hidden state) once forward and its gradient once
-    backward between stages on different ranks; with a tied embedding and head on different ranks, their gradient once a step.
+    backward between stages on different ranks, of those that it passes; with a tied embedding and head on different ranks,
+    their gradient once a step.
     Raises: PlanError for a module that cannot be cut so.
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B); Qi et al. 2023 (zero bubble).
     """
@@ -314,7 +332,7 @@ def cut_stages(
     set_full_model(
         module, FullModel(cut.tensors, {tail: head for head, tail in cut.tied}, cut.owners, cut.copies(rank), group)
     )
-    channels = open_channels(group, rounds_of(cut.placement, tied=bool(cut.copied)), device)
+    channels = open_channels(group, in_rounds(ways_of(cut.placement, tied=bool(cut.copied)) | cut.ways), device)
     module.__dict__[_KEY] = Pipeline(staged, reading, mesh, cut, channels, Produced(mesh, data))
     return module
 

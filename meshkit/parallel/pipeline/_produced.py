@@ -28,11 +28,11 @@ _TIED = -1  # in place of a cut
 
 # [Note: gradients that are not there]
 # A message of gradients has the same tensors in every step, zeros where the reader made none. What is zeros for want of a
-# gradient is told beside, over the store, in the first step of a kind (one loss, modules in the same mode, batches that
-# differ in sizes alone): for each microbatch, before its gradients are sent, so the sender of the value leaves it out of its
-# backward. That costs a host milliseconds, and sends nothing between devices. Later steps of the kind do what that one did: a
-# value has a gradient if some microbatch on some data rank gave it one. A tied weight is told of by both of its ends, and
-# again where it has been frozen or thawed.
+# gradient is told beside, over the store, in the first step of a kind (one loss, modules in the same mode, one path through
+# the stages, batches that differ in sizes alone): for each microbatch, before its gradients are sent, so the sender of the
+# value leaves it out of its backward. That costs a host milliseconds, and sends nothing between devices. Later steps of the
+# kind do what that one did: a value has a gradient if some microbatch on some data rank gave it one. A tied weight is told
+# of by both of its ends, and again where it has been frozen or thawed.
 
 # [Note: a step with other gradients than the first]
 # It goes on to its end, with messages as ever, and is refused there on every rank, before the optimizer. A rank that has a
@@ -190,7 +190,7 @@ class Produced:
     def _learn(self, cut: int, microbatch: int) -> None:
         known = self._known.setdefault(self._kinds[microbatch], {})
         for peer in range(self._peers):
-            made = self._get(self._key(cut, microbatch, peer), f"stage {cut + 1}")
+            made = self._get(self._key(cut, microbatch, peer), f"the stage after stage {cut}")
             for number, each in enumerate(made):
                 known[cut, number] = known.get((cut, number), False) or each == "1"
 

@@ -5,8 +5,8 @@ have arrived. Nothing is searched, and every row is visited once.
 
 | task              | waits for                                                                          |
 |-------------------|------------------------------------------------------------------------------------|
-| F of stage s      | F of stage s-1                                                                     |
-| B or I of stage s | B or I of stage s+1, and the F of its own stage                                    |
+| F of stage s      | F of the stage before on the microbatch's path, s-1 where it passes all            |
+| B or I of stage s | B or I of the stage after on it, s+1 where it passes all, and the F of its stage   |
 | W                 | the I of its own stage                                                             |
 | FB                | what its F and its B wait for; both end when the row ends                          |
 

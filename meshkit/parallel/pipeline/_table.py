@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
+
+from meshkit.parallel.pipeline._paths import Path, after, before, whole
 
 Op = Literal["F", "B", "I", "W", "FB"]
 OPS: tuple[Op, ...] = ("F", "B", "I", "W", "FB")
@@ -63,12 +65,18 @@ class Schedule:
     """The rows of every rank in the order it runs them.
 
     placement[stage] is the stage's rank. Stages are in the order of the model; microbatches count from 0.
+    paths[microbatch]: the stages that it passes, in that order; without paths every microbatch passes all, as the model does.
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Row, ...], ...]
+    paths: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            object.__setattr__(self, "paths", (whole(self.stages),) * self.microbatches)
 
     @property
     def stages(self) -> int:
@@ -85,6 +93,31 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def before(self, stage: int, microbatch: int) -> int | None:
+        """The stage before this one on the microbatch's path; None for the first."""
+        return before(self.paths[microbatch]).get(stage)
+
+    def after(self, stage: int, microbatch: int) -> int | None:
+        """The stage after this one on the microbatch's path; None for the last."""
+        return after(self.paths[microbatch]).get(stage)
+
+    @cached_property
+    def skips(self) -> bool:
+        """Whether a microbatch leaves stages out, or passes them in another order than the model's."""
+        return any(path != whole(self.stages) for path in set(self.paths))
+
+    @cached_property
+    def passing(self) -> tuple[int, ...]:
+        """Of each stage, how many microbatches pass it."""
+        return tuple(sum(stage in path for path in self.paths) for stage in range(self.stages))
+
+    @cached_property
+    def ways(self) -> frozenset[tuple[int, int]]:
+        """(rank that sends, rank that receives) of hidden states and of their gradients."""
+        hops = {hop for path in set(self.paths) for hop in pairwise(path)}
+        pairs = {(self.placement[one], self.placement[other]) for one, other in hops}
+        return frozenset(way for one, other in pairs if one != other for way in ((one, other), (other, one)))
 
     @cached_property
     def order(self) -> Order:
@@ -122,7 +155,7 @@ class Order:
 
 
 def _order(schedule: Schedule) -> Order:
-    rank_of, last = schedule.placement, schedule.stages - 1
+    rank_of = schedule.placement
     place_of: dict[Task, int] = {}  # a B is entered as I, the output for which the stage before waits
     waiting: dict[Task, list[int]] = {}
     kinds: dict[tuple[str, int, int], int] = {}
@@ -136,7 +169,7 @@ def _order(schedule: Schedule) -> Order:
         rows, done = schedule.ranks[rank], places[rank]
         while len(done) < len(rows):
             row = rows[len(done)]
-            needed = needs(row, schedule.stages)
+            needed = needs(row, schedule)
             missing = next((need for need in needed if need not in place_of), None)
             # Enlisted for one missing input only: woken by that, the rank looks for the next.
             if missing is not None:
@@ -156,7 +189,7 @@ def _order(schedule: Schedule) -> Order:
                     rank,
                     kind,
                     tuple((place_of[need], rank_of[need.stage]) for need in needed),
-                    tuple(rank_of[next_stage(end, last)] for end in ends),
+                    tuple(rank_of[next_stage(end, schedule)] for end in ends),
                 )
             )
     stuck = None
@@ -167,7 +200,7 @@ def _order(schedule: Schedule) -> Order:
     return Order(tuple(steps), tuple(examples), tuple(map(tuple, places)), stuck)
 
 
-def needs(row: Row, stages: int) -> list[Task]:
+def needs(row: Row, schedule: Schedule) -> list[Task]:
     """The tasks for which a row waits; a whole backward counts as I."""
     needed = []
     for task in row.tasks:
@@ -176,15 +209,16 @@ def needs(row: Row, stages: int) -> list[Task]:
             needed.append(Task("I", stage, microbatch))
         elif op != "F":
             needed.append(Task("F", stage, microbatch))
-        if (other := need_of(task, stages)) is not None:
+        if (other := need_of(task, schedule)) is not None:
             needed.append(other)
     return needed
 
 
-def next_stage(end: Task, last: int) -> int:
+def next_stage(end: Task, schedule: Schedule) -> int:
     """The stage that receives the task's output; the task's own stage if none does."""
-    step = {"F": 1, "I": -1}.get(end.op, 0)
-    return min(max(end.stage + step, 0), last)
+    follows = {"F": schedule.after, "I": schedule.before}.get(end.op)
+    found = None if follows is None else follows(end.stage, end.microbatch)
+    return end.stage if found is None else found
 
 
 def label_of(row: Row, schedule: Schedule) -> str:
@@ -226,7 +260,7 @@ def table_text(schedule: Schedule, *, at: tuple[int, int] | None = None, width: 
 
 
 class Message(NamedTuple):
-    """The output of F for the stage after, or of B or I for the stage before, from one rank to another."""
+    """The output of F for the next stage of a path, or of B or I for the stage before on it, from one rank to another."""
 
     output: Task
     """the task whose output is sent, F or I; the input gradient that a B computes is named I too, see `output_of`"""
@@ -243,24 +277,24 @@ def output_of(task: Task) -> Task:
     return Task("I", task.stage, task.microbatch) if task.op == "B" else task
 
 
-def need_of(task: Task, stages: int) -> Task | None:
+def need_of(task: Task, schedule: Schedule) -> Task | None:
     """The output of another stage that a task needs, if any."""
-    if task.op == "F" and task.stage > 0:
-        return Task("F", task.stage - 1, task.microbatch)
-    if task.op in "BI" and task.stage + 1 < stages:
-        return Task("I", task.stage + 1, task.microbatch)
-    return None
+    op, stage, microbatch = task
+    if op == "W":
+        return None
+    other = schedule.before(stage, microbatch) if op == "F" else schedule.after(stage, microbatch)
+    return None if other is None else Task("F" if op == "F" else "I", other, microbatch)
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
     """Every message of the table, in the order in which its source sends; forwards alone are a table too."""
-    # One reader for each output: an activation goes to the stage after, an input gradient to the stage before.
+    # One reader for each output: an activation goes to the next stage of its path, an input gradient to the stage before.
     needed = {
         need: (rank, index)
         for rank, rows in enumerate(schedule.ranks)
         for index, row in enumerate(rows)
         for task in row.tasks
-        if (need := need_of(task, schedule.stages)) is not None
+        if (need := need_of(task, schedule)) is not None
     }
     for source, rows in enumerate(schedule.ranks):
         for sent_by, row in enumerate(rows):

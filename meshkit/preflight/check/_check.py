@@ -128,6 +128,13 @@ def _on_rank(request: Request, mesh: Mesh) -> Report:
     model = model_of(built)
     if not isinstance(built, Run) and request.given_step is None:
         raise PlanError("check: the function returns a module, not a Run. Say how a step is made of it by step=.")
+    if isinstance(built, Run) and built.pipeline is not None and request.given_step is None:
+        table = built.pipeline.schedule(request.microbatches)
+        if table.skips:
+            raise PlanError(
+                f"check: microbatches of the schedule {table.name!r} skip stages, and one device runs all blocks, so that "
+                "the two differ as they should. Check with a schedule that passes all stages."
+            )
     _without_dropout(model)
     facts, stop = _step(request, mesh, built)
     if stop is not None:

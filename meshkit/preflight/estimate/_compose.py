@@ -269,6 +269,8 @@ def _compose(
     spec, cut = resolved.spec, resolved.cut
     granule = CUDA_GRANULE if kernels == "cuda" else 1
     checked = None if cut is None else cut.checked(spec.pp, microbatches)
+    if checked is not None and 0 in checked.schedule.passing:
+        raise Unlike("a stage that no microbatch passes has no gradients, and so no state of the optimizer")
     crossing: dict[int, Crossing] = {}
     if cut is not None:
         tokens = -(-seq_len // spec.cp) // (spec.tp if resolved.sequence else 1)

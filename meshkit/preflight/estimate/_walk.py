@@ -209,14 +209,14 @@ class Walk:
         rows = table.ranks[pp_rank]
         posted: set[Task] = set()
         sending: dict[int, tuple[int, tuple[int, int] | None]] = {}
-        placement = table.placement
 
         def source(task: Task) -> tuple[int, int]:
             """(rank, bytes) of what the task needs; rank -1 for nothing."""
-            if task.op == "F" and task.stage:
-                return placement[task.stage - 1], inputs[task.stage].forward
-            if task.op in ("B", "I") and task.stage < table.stages - 1:
-                return placement[task.stage + 1], inputs[task.stage + 1].backward
+            before, after = table.before(task.stage, task.microbatch), table.after(task.stage, task.microbatch)
+            if task.op == "F" and before is not None:
+                return table.placement[before], inputs[task.stage].forward
+            if task.op in ("B", "I") and after is not None:
+                return table.placement[after], inputs[after].backward
             return -1, 0
 
         def post(index: int) -> None:
@@ -243,7 +243,7 @@ class Walk:
             post(index)
             post(index + 1)
             for task in row.tasks:
-                self._task(task, source, send, pp_rank, placement, inputs)
+                self._task(task, source, send, table, inputs)
         for each in sending.values():
             drop(*each)
         self.buffers.end_pipeline()
@@ -253,8 +253,7 @@ class Walk:
         task: Task,
         source: Callable[[Task], tuple[int, int]],
         send: Callable[..., None],
-        pp_rank: int,
-        placement: Sequence[int],
+        table: Schedule,
         inputs: Mapping[int, Crossing],
     ) -> None:
         key = task.stage, task.microbatch
@@ -263,13 +262,15 @@ class Walk:
         holds = rank != -1 and task.op == "B"
         later = self._repeated(task, key, holds=holds)
         if task.op == "F":
-            if task.stage < self.rank.count - 1:
-                send(placement[task.stage + 1], inputs[task.stage + 1].forward)
+            after = table.after(task.stage, task.microbatch)
+            if after is not None:
+                send(table.placement[after], inputs[after].forward)
             return
         if holds:
             self.timeline.change(PASSING, -size, "the loss", "")
-        if task.stage and task.op != "W":
-            send(placement[task.stage - 1], inputs[task.stage].backward, key if task.op == "I" else None)
+        before = table.before(task.stage, task.microbatch)
+        if before is not None and task.op != "W":
+            send(table.placement[before], inputs[task.stage].backward, key if task.op == "I" else None)
         if task.op == "I":
             self._waiting[key] = later
             if not self.rank.stages[task.stage]:  # no block held the leaf: what follows the blocks has let go of it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshkit.parallel.context import (
     notes_of_cache,
     notes_of_counted,
 )
+from meshkit.parallel.pipeline import Cut, Path
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
 from meshkit.preflight.explain._period import period_of_model, period_of_run
@@ -107,6 +108,7 @@ def explain_resolved(
         if microbatches != resolved.strategy.microbatches:  # else `resolve` has looked whether there is one
             _ = table.checked
     log = TrafficLog()
+    paths = {} if table is None else dict(enumerate(table.paths))
     sizes = _microbatches(rows, microbatches, mask)
     batches = [
         (
@@ -124,7 +126,7 @@ def explain_resolved(
     choices += notes_of_cache(list(doors.sent), spec.cp) if doors.cached else []
     for indices, batch in batches:
         log.microbatches = indices
-        _add_microbatch(log, rank_model, batch)
+        _add_microbatch(log, rank_model, batch, paths)
     log.microbatches = ()
     if (choice := resolved.choice_of(stage_rank)) is not None:
         choices.append(str(choice))
@@ -134,7 +136,7 @@ def explain_resolved(
     return Explanation(
         spec=spec,
         params=[rank_model.row(name) for name in rank_model.params],
-        sent=tuple(log.sent),
+        sent=tuple(log.sent if cut is None else _passed(log.sent, cut, paths)),
         choices=tuple(choices),
         pipeline=table,
     )
@@ -165,11 +167,12 @@ def explain_microbatch(
     log = TrafficLog()
     log.microbatches = (0,)
     of_rows = microbatch_mask(mask, list(range(rows)), tokens=seq_len)
-    _add_microbatch(log, rank_model, _local_batch(rank_model, LocalBatch(rows, seq_len, of_rows)))
+    paths = {} if resolved.cut is None else {0: tuple(range(resolved.cut.stages.count))}
+    _add_microbatch(log, rank_model, _local_batch(rank_model, LocalBatch(rows, seq_len, of_rows)), paths)
     return tuple(log.sent)
 
 
-def _add_microbatch(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
+def _add_microbatch(log: TrafficLog, rank_model: RankModel, batch: LocalBatch, paths: Mapping[int, Path]) -> None:
     resolved = rank_model.resolved
     if resolved.spec.cp > 1:
         add_context(log, rank_model, batch)
@@ -178,7 +181,16 @@ def _add_microbatch(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -
     add_experts(log, rank_model, batch)
     add_balance(log, rank_model, batch)
     if resolved.cut is not None:
-        add_pipeline(log, rank_model, resolved.cut, batch)
+        add_pipeline(log, rank_model, resolved.cut, batch, paths)
+
+
+def _passed(sent: Sequence[Sent], cut: Cut, paths: Mapping[int, Path]) -> Iterator[Sent]:
+    """Without what modules of a stage would send for microbatches that skip it, and at all where every one does."""
+    for each in sent:
+        stage = cut.stages.stage_of(each.module)
+        passing = [index for index in each.microbatches or paths if stage is None or stage in paths[index]]
+        if passing:
+            yield replace(each, microbatches=tuple(passing)) if each.microbatches else each
 
 
 def _add_step(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:

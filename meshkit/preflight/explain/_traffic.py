@@ -5,8 +5,9 @@ It is read from the same tables that `parallelize` executes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -18,7 +19,7 @@ from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, halo_traffic, state_traffic, traffic
 from meshkit.parallel.data import kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
-from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.pipeline import Cut, Path
 from meshkit.parallel.shardings import axes_between, axes_outside
 from meshkit.parallel.tensor.heads import attention_heads
 from meshkit.parallel.wires import gathered_bytes, reduced_bytes, replica_bytes
@@ -310,22 +311,33 @@ def _part(param: LocalParam, shards: int) -> int:
     return -(-rows // shards) * prod(param.shape[1:])
 
 
-def add_pipeline(log: TrafficLog, rank_model: RankModel, cut: Cut, batch: LocalBatch) -> None:
+def add_pipeline(
+    log: TrafficLog, rank_model: RankModel, cut: Cut, batch: LocalBatch, paths: Mapping[int, Path]
+) -> None:
     """Pipeline parallelism: hidden states and their gradients that this rank sends in one microbatch.
 
-    Whatever the schedule: each microbatch crosses each cut once in forward and once in backward.
+    Whatever the schedule: each microbatch crosses each cut on its path once in forward and once in backward. paths: of each
+    of the log's microbatches.
     """
-    rank, last = rank_model.at("pp"), cut.stages.count - 1
+    rank = rank_model.at("pp")
     # With sequence parallelism a stage ends in the middle of the residual stream, where each rank of tp has its tokens only.
     token_shards = rank_model.spec.tp if rank_model.sequence else 1
     crossing = cut.message_bytes(rank_model.model, batch.rows, batch.tokens // token_shards, rank_model.compute)
-    for stage in cut.stages_of(rank):
-        if stage < last and cut.placement[stage + 1] != rank:
-            for size, _ in crossing[stage]:
-                log.add("pp", "send", size, "hidden states, forward")
-        if stage > 0 and cut.placement[stage - 1] != rank:
-            for size, has_gradient in crossing[stage - 1]:
-                log.add("pp", "send", size, "hidden states, backward", int(has_gradient))
+    alike: dict[Path, list[int]] = {}
+    for index in log.microbatches:
+        alike.setdefault(paths[index], []).append(index)
+    every = log.microbatches
+    for path, indices in alike.items():
+        log.microbatches = tuple(indices)
+        for before, after in pairwise(path):
+            source, target = cut.placement[before], cut.placement[after]
+            if source == rank != target:
+                for size, _ in crossing[before]:
+                    log.add("pp", "send", size, "hidden states, forward")
+            if target == rank != source:
+                for size, has_gradient in crossing[before]:
+                    log.add("pp", "send", size, "hidden states, backward", int(has_gradient))
+    log.microbatches = every
 
 
 def add_tied(log: TrafficLog, rank_model: RankModel, cut: Cut) -> None:

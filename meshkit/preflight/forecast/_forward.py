@@ -7,6 +7,7 @@ of the traced forward with fewer rows, and attention is what it reads of the cac
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import fsum
 
 from meshkit.cluster import Cluster, Op, kernel_s
@@ -112,5 +113,7 @@ def _hop_s(profile: StepProfile, cluster: Cluster, share: float) -> float:
     if profile.schedule is None:
         return 0.0
     smaller = replace(profile, crossing=tuple((round(a * share), 0) for a, _ in profile.crossing))
-    hops = hops_between(profile.schedule, smaller, cluster)
+    # In inference a microbatch passes all stages, whatever it skips in training.
+    neighbours = set(pairwise(profile.schedule.placement))
+    hops = hops_between((way for way in neighbours if len(set(way)) > 1), smaller, cluster)
     return (len(profile.stages) - 1) * max(hops.values(), default=0.0)

@@ -122,7 +122,10 @@ class StageSeconds:
 
 
 def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, update: Update) -> StageSeconds:
-    """Gathers and reductions of every microbatch are in its ledgers, those of once a step, and the optimizer, in `once`."""
+    """Gathers and reductions of every microbatch are in its ledgers, those of once a step, and the optimizer, in `once`.
+
+    microbatches: that pass the stage; where none does, it does nothing.
+    """
     cluster = prices.cluster
     priced = [prices.part(part) for part in parts]
     ledgers = {phase: _sum(each.ledgers[phase] for each in priced) for phase in (FORWARD, BACKWARD, WEIGHT)}
@@ -149,7 +152,7 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, upda
         backward_s=fsum(backward),
         step_s=microbatches * fsum([*forward, *backward]),
     )
-    return StageSeconds(ledgers, dict(once))
+    return StageSeconds(ledgers, dict(once) if microbatches else {})
 
 
 def launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
@@ -211,12 +214,13 @@ class Priced:
 def price(profile: StepProfile, cluster: Cluster) -> Priced:
     """Seconds of one optimizer step on the cluster. Pure: the same profile has a price on every cluster."""
     prices = Prices(cluster, profile.spec)
-    known: dict[int, StageSeconds] = {}  # stages that are alike are one object
+    known: dict[tuple[int, int], StageSeconds] = {}  # stages that are alike are one object
     stages: list[StageSeconds] = []
-    for parts in profile.stages:
-        if id(parts) not in known:
-            known[id(parts)] = stage_seconds(parts, profile.microbatches, prices, profile.update)
-        stages.append(known[id(parts)])
+    for parts, passing in zip(profile.stages, profile.passing, strict=True):
+        key = id(parts), passing
+        if key not in known:
+            known[key] = stage_seconds(parts, passing, prices, profile.update)
+        stages.append(known[key])
     tail = _sum([_by_axis(profile.once, prices)])
     if profile.schedule is None:
         computed = [_times(ledger, profile.microbatches) for ledger in stages[0].ledgers.values()]
@@ -244,11 +248,11 @@ def _pipelined(
 
     Where ranks share the cores of a host, a rank computes faster while others wait, and all together as fast as the cores do.
     """
-    hops, crowding = hops_between(schedule, profile, prices.cluster), prices.cluster.crowding
+    hops, crowding = hops_between(schedule.ways, profile, prices.cluster), prices.cluster.crowding
     simulation = pipeline_seconds(schedule, stages, lambda one, other: hops[one, other], faster=crowding)
     of_rank = [
         _sum(
-            _times(ledger, profile.microbatches / crowding)
+            _times(ledger, profile.passing[stage] / crowding)
             for stage in schedule.stages_of(rank)
             for ledger in stages[stage].ledgers.values()
         )
@@ -285,17 +289,13 @@ def pipeline_seconds(
     return simulate(schedule, Times(f_s=seconds[FORWARD], i_s=seconds[BACKWARD], w_s=seconds[WEIGHT], hop_s=hop_s))
 
 
-def hops_between(schedule: Schedule, profile: StepProfile, cluster: Cluster) -> dict[tuple[int, int], float]:
-    """Seconds of a message between two ranks of pp that have stages next to one another."""
+def hops_between(
+    ways: Iterable[tuple[int, int]], profile: StepProfile, cluster: Cluster
+) -> dict[tuple[int, int], float]:
+    """Seconds of a message between two ranks of pp. ways: (from, to)."""
     stride = profile.spec.world_size // profile.spec.pp
     size = max((max(each) for each in profile.crossing), default=0)
-    pairs = {
-        pair
-        for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)
-        if one != other
-        for pair in ((one, other), (other, one))
-    }
-    return {(one, other): cluster_hop_s(cluster, size, one * stride, other * stride) for one, other in pairs}
+    return {(one, other): cluster_hop_s(cluster, size, one * stride, other * stride) for one, other in ways}
 
 
 def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:

@@ -108,3 +108,8 @@ class StepProfile:
     once: tuple[Call, ...]
     update: Update = FUSED
     unpriced: tuple[str, ...] = ()
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """Of each stage, how many microbatches pass it."""
+        return (self.microbatches,) if self.schedule is None else self.schedule.passing

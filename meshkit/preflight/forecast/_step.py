@@ -46,14 +46,20 @@ def step_profile(
             once |= dict.fromkeys(_once(sent))
         for stage, parts in zip(of_rank, known[alike].values(), strict=True):
             stages[stage] = parts
+    schedule = None if cut is None else cut.checked(spec.pp, microbatches).schedule
+    passing = (microbatches,) if schedule is None else schedule.passing
+    skipped = sum(
+        (microbatches - count) * sum(_flops(computed, name) for name in _names(stage, cut, computed))
+        for stage, count in enumerate(passing)
+    )
     return StepProfile(
         spec=spec,
         microbatches=microbatches,
         tokens=sequences * seq_len,
-        flops=computed.flops * microbatches * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp,
+        flops=(computed.flops * microbatches - skipped) * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp,
         dtype=str(resolved.compute).removeprefix("torch."),
         stages=tuple(stages),
-        schedule=None if cut is None else cut.checked(spec.pp, microbatches).schedule,
+        schedule=schedule,
         crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
         once=tuple(once),
         update=Update.of(resolved.memory.optimizer, stages=cut is not None),
@@ -86,6 +92,11 @@ def _names(stage: int, cut: Cut | None, computed: ModelProfile) -> list[str]:
     head = [name for name in around if of_stage(name) and stage == 0 and name not in cut.stages.tail]
     tail = [name for name in around if of_stage(name) and name not in head]
     return [*head, *(name for name in blocks if name in own), *tail, *([OUTSIDE] if last else [])]
+
+
+def _flops(computed: ModelProfile, name: str) -> float:
+    profile = computed.blocks.get(name) or computed.around.get(name)
+    return 0.0 if profile is None else profile.flops()
 
 
 def _kind(computed: ModelProfile, name: str) -> Hashable:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from meshkit.cluster import Cluster
-from meshkit.errors import MeshkitError
+from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
@@ -93,6 +93,7 @@ class Pricing:
         key = repr(strategy)
         if key not in self._peaks:
             resolved = self.resolved(strategy)
+            _refuse_skips(resolved)
             self._peaks[key] = compose(
                 resolved,
                 rows=self.batch.rows(resolved.spec),
@@ -402,3 +403,15 @@ def _kept(made: OrderedDict[str, Made], key: str, make: Callable[[], Made]) -> M
         if len(made) > KEPT:
             made.popitem(last=False)
     return made[key]
+
+
+def _refuse_skips(resolved: Resolved) -> None:
+    cut, microbatches = resolved.cut, resolved.strategy.microbatches
+    if cut is None or cut.named or microbatches is None:
+        return
+    table = cut.checked(resolved.spec.pp, microbatches).schedule
+    if table.skips:
+        raise PlanError(
+            f"search: microbatches of the schedule {table.name!r} skip stages, so that it trains another model in its time "
+            "than strategies that skip none. Search without it, and compare by `forecast` what skipping saves."
+        )

@@ -102,14 +102,14 @@ def _step(table: Schedule, rank: int, p2p: P2P, events: list[Event], host_waits:
         p2p.expect(index)
         p2p.expect(index + 1)
         for task in row.tasks:
-            need = need_of(task, table.stages)
+            need = need_of(task, table)
             if need is not None:
                 p2p.receive(need)
             if host_waits and task.op == "F":
                 events.append(HostWait(f"counts of {task}"))
-            if task.op == "F" and task.stage + 1 < table.stages:
+            if task.op == "F" and table.after(task.stage, task.microbatch) is not None:
                 p2p.send(task, [BYTE])
-            elif task.op in ("B", "I") and task.stage:
+            elif task.op in ("B", "I") and table.before(task.stage, task.microbatch) is not None:
                 p2p.send(output_of(task), [BYTE])
     p2p.finish()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import meshkit as mk
 from meshkit.checkpoint._agree import host_group
 from meshkit.core import _torch
-from meshkit.parallel.pipeline._channels import open_channels, rounds_of
+from meshkit.parallel.pipeline._channels import in_rounds, open_channels, ways_of
 from meshkit.preflight.order import EAGER, LAZY, Call, Event, deadlock, gathered, mismatches, recording
 from tests.tiny import tiny_config
 from tests.world import pool, run_ranks
@@ -50,7 +50,7 @@ def mesh_and_what_is_made_later(text: str, ranks: tuple[int, ...] | None) -> Non
     mesh.expert_ranks.get_group()
     open_channels.cache_clear()
     placement = [*range(mesh.spec.pp), *range(mesh.spec.pp)]
-    open_channels(mesh["pp"].get_group(), rounds_of(placement, tied=True), mesh.device)
+    open_channels(mesh["pp"].get_group(), in_rounds(ways_of(placement, tied=True)), mesh.device)
     host_group(mesh, TIMEOUT)
 
 
@@ -169,7 +169,7 @@ def groups_of_both_ways(text: str) -> list[dict[str, list[int]]]:
         try:
             mesh = mk.init_mesh(text)
             open_channels.cache_clear()
-            rounds = rounds_of(range(mesh.spec.pp), tied=True)
+            rounds = in_rounds(ways_of(range(mesh.spec.pp), tied=True))
             channels = open_channels(mesh["pp"].get_group(), rounds, mesh.device)
         finally:
             _torch.groups._GLOO_SPLITS = before

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from itertools import chain, product
+from random import Random
 
 import pytest
 
 from meshkit.errors import MeshkitError
-from meshkit.parallel.pipeline._channels import Channels, rounds_of
-from meshkit.parallel.pipeline._table import Schedule
-from meshkit.parallel.pipeline.schedules import NAMES, named
+from meshkit.parallel.pipeline._channels import Channels, in_rounds, ways_of
+from meshkit.parallel.pipeline._check import check
+from meshkit.parallel.pipeline._table import Schedule, Task
+from meshkit.parallel.pipeline.schedules import NAMES, named, skip_pipe
+from meshkit.parallel.pipeline.schedules._placement import schedule_of
 from meshkit.preflight.order import EAGER, LAZY, Call, Event, Rules, deadlock, mismatches
 from tests.laws.order.tables import Directions, WayChannels, events_of
 
@@ -28,7 +31,9 @@ def table_of(name: str, ranks: int, microbatches: int) -> Schedule | None:
 
 
 def by_ways(table: Schedule, *, tied: bool, host_waits: bool) -> list[list[Event]]:
-    ways = list(chain.from_iterable(rounds_of(table.placement, tied=tied)))
+    # Those of neighbours when the stages are cut, and those that only this table takes before its first step.
+    neighbours = ways_of(table.placement, tied=tied)
+    ways = list(chain.from_iterable((*in_rounds(neighbours), *in_rounds(table.ways - neighbours))))
 
     def opened(rank: int, events: list[Event]) -> Channels:
         channels = WayChannels(rank, events)
@@ -68,6 +73,38 @@ def refuse_any_stop(name: str, ranks: int, counts: tuple[int, ...], *, hardest: 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_pipeline_stops(name: str) -> None:
     assert sum(refuse_any_stop(name, ranks, (1, 2, 5, 8)) for ranks in (2, 3, 4)) > 0
+
+
+def skipping(ranks: int, microbatches: int) -> Schedule:
+    """Paths drawn at random, in any order: each microbatch runs alone, so that the table ends."""
+    drawn = Random(f"{ranks} {microbatches}")
+    between = range(1, ranks - 1)
+    paths = [
+        (0, *drawn.sample(between, drawn.randint(0, len(between))), ranks - 1) if ranks > 1 else (0,)
+        for _ in range(microbatches)
+    ]
+    orders = [
+        [(op, rank, number) for number, path in enumerate(paths) if rank in path for op in "FB"]
+        for rank in range(ranks)
+    ]
+    tasks = [[Task(*each) for each in order] for order in orders]
+    return schedule_of("drawn", microbatches, range(ranks), tasks, paths=tuple(paths))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_no_pipeline_with_skipped_stages_stops(ranks: int) -> None:
+    for microbatches in (1, 2, 5, 8):
+        for table in (
+            skipping(ranks, microbatches),
+            skip_pipe(ranks, microbatches, ratio=0.5 * (ranks - 2) / ranks),
+            skip_pipe(ranks, microbatches, ratio=(ranks - 2) / ranks / 3, reorder=True),
+        ):
+            check(table)
+            for tied, host_waits in product((False, True), repeat=2):
+                events = by_ways(table, tied=tied, host_waits=host_waits)
+                assert not mismatches(events)
+                for rules in (LAZY, EAGER):
+                    assert not deadlock(events, rules), (table, tied, host_waits, rules.name)
 
 
 @pytest.mark.gate

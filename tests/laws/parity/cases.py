@@ -20,6 +20,7 @@ from meshkit.models.mixers import GatedDeltaConfig, Hybrid, HybridConfig, Mamba2
 from meshkit.models.moe import decoder_plan
 from meshkit.models.router import RouterConfig
 from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
+from meshkit.parallel.pipeline import Schedule
 from meshkit.strategy import ExpertPolicy
 from tests.compare_shards import computed_once, difference
 from tests.tiny import draw_parameters, tiny_config
@@ -79,7 +80,7 @@ class Cell:
     dtype: str = "float64"
     bf16: bool = False
     compile: str = ""
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
     mixer: str = ""  # "delta" or "mamba2" in all layers but every second one

@@ -276,6 +276,39 @@ def test_an_fb_row_holds_what_it_makes_and_what_it_frees() -> None:
     assert check(table("0F0 0I0 0F1 0W0 0I1 0W1", microbatches=2)).peak_live == (2,)
 
 
+PATHS = table("0F0 0B0", "", "2F0 2B0")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        (replace(PATHS, paths=((0, 1, 2),)), "rank 1 has no forward of microbatch 0 in stage 1."),
+        (
+            replace(table("0F0 0B0", "1F0 1B0", "2F0 2B0"), paths=((0, 2),)),
+            r"cell 0 of rank 1, 1F0, is of stage 1, which is not on the path of microbatch 0, \(0, 2\).",
+        ),
+        (replace(PATHS, paths=((0, 2), (0, 2))), "has 2 paths for 1 microbatches. Give each one, or none"),
+        (
+            replace(PATHS, paths=((2, 0),)),
+            "the path of microbatch 0 is .*, but it begins at stage 0, which has the embedding",
+        ),
+        (replace(PATHS, paths=((0,),)), "ends at stage 2, which has the loss. Change the path, and its rows."),
+        (replace(PATHS, paths=((0, 3, 2),)), "but stages count from 0 to 2"),
+        (replace(PATHS, paths=((0, 1, 1, 2),)), "but a microbatch passes a stage once"),
+    ],
+)
+def test_paths_that_cannot_be(schedule: Schedule, problem: str) -> None:
+    assert re.search(problem, refusal(schedule))
+
+
+def test_a_microbatch_that_skips_a_stage_sends_to_the_next_on_its_path() -> None:
+    checked = check(replace(PATHS, paths=((0, 2),)))
+    assert [(str(each.output), each.source, each.target) for each in checked.messages] == [("0F0", 0, 2), ("2I0", 2, 0)]
+    turned = table("0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0")
+    sent = [(str(each.output), each.target) for each in check(replace(turned, paths=((0, 2, 1, 3),))).messages]
+    assert sent == [("0F0", 2), ("1F0", 3), ("1I0", 2), ("2F0", 1), ("2I0", 0), ("3I0", 1)]
+
+
 def test_ranks_without_stages_and_stages_out_of_order_are_fine() -> None:
     assert check(table("", "0F0 1F0 1B0 0B0", placement=(1, 1))).peak_live == (0, 2)
     assert check(table("1F0 1B0", "0F0 0B0", placement=(1, 0))).peak_live == (1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -121,6 +121,10 @@ def test_a_composed_peak_is_the_traced_one(row: dict[str, Any]) -> None:
     assert all(abs(error) <= within for error, within, _, _ in found), found
 
 
+def skipping(**options: Any) -> mk.strategy.PipelinePolicy:
+    return mk.strategy.PipelinePolicy(schedule=partial(mk.schedules.skip_pipe, **options))
+
+
 @pytest.mark.parametrize(
     ("model", "choices"),
     [
@@ -130,6 +134,9 @@ def test_a_composed_peak_is_the_traced_one(row: dict[str, Any]) -> None:
         ("tied", {"mesh": "pp=2", "microbatches": 4, "pipeline": mk.strategy.PipelinePolicy(schedule="zbv")}),
         ("gpt", {"mesh": "pp=2", "microbatches": 4}),
         ("moe", {"mesh": "dp_shard=4 ep=2", "microbatches": 2, "memory": mk.MemoryPolicy(precision=BF16)}),
+        # Microbatches that skip stages; two of these ranks run nothing.
+        ("tied", {"mesh": "pp=4", "microbatches": 4, "pipeline": skipping(ratio=0.25, reorder=True)}),
+        ("llama", {"mesh": "pp=6 dp_shard=2", "microbatches": 2, "pipeline": skipping(absent=(2, 4))}),
     ],
     ids=str,
 )

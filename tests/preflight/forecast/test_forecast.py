@@ -85,6 +85,36 @@ def test_messages_of_a_profile_are_those_that_explain_says(mesh: str, choices: d
         assert all(message.size in crossing for message in rest if message.axis == "pp" and message not in once)
 
 
+def test_stages_that_microbatches_skip_compute_and_send_less() -> None:
+    table = mk.schedules.skip_pipe(4, 4)
+    skipping, said = profiled("pp=4 tp=2", microbatches=4, pipeline=mk.strategy.PipelinePolicy(schedule=table))
+    full, _ = profiled("pp=4 tp=2", microbatches=4)
+    assert skipping.passing == table.passing == (4, 2, 2, 4) and full.passing == (4,) * 4
+    # A block's matrices have the same FLOPs in each stage; the head has more, and is never skipped.
+    assert full.flops - skipping.flops == pytest.approx(4 * block_flops(full))
+    sent = [sum(count for message, count in each.items() if message.axis == "tp") for each in said]
+    assert sent[1] == sent[2] < sent[0]
+    hops = [sum(count for message, count in each.items() if message.axis == "pp") for each in said]
+    assert hops[1] == 2 * 2  # two microbatches, to the last stage and back to the first
+    seconds = [
+        forecast(
+            on_meta(),
+            cluster="h100",
+            mesh="pp=4 tp=2",
+            batch=Batch(sequences=4, seq_len=16),
+            microbatches=4,
+            pipeline=mk.strategy.PipelinePolicy(schedule=each),
+        ).seconds
+        for each in (table, "1f1b")
+    ]
+    assert seconds[0] < seconds[1]
+
+
+def block_flops(profile: StepProfile) -> float:
+    """Of one microbatch on all ranks of tp, by the second stage, which has one block."""
+    return sum(part.profile.flops() for part in profile.stages[1]) * profile.spec.tp
+
+
 def test_profiles_are_kept_for_strategies_that_compute_the_same() -> None:
     model, profiles = on_meta(), Profiles()
     told = [

@@ -14,6 +14,7 @@ from ._one_f_one_b import gpipe as gpipe
 from ._one_f_one_b import one_f_one_b as one_f_one_b
 from ._one_f_one_b import zb_h1 as zb_h1
 from ._one_f_one_b import zb_h2 as zb_h2
+from ._skip_pipe import skip_pipe as skip_pipe
 from ._v import v_half as v_half
 from ._v import v_min as v_min
 from ._v import zbv as zbv

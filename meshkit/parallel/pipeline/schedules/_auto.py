@@ -9,18 +9,19 @@ from typing import Literal
 
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline._check import peak_live
-from meshkit.parallel.pipeline._simulate import PerStage, Simulation, Times, simulate
-from meshkit.parallel.pipeline._table import Schedule, Task, needs
+from meshkit.parallel.pipeline._simulate import Simulation, Times, simulate
+from meshkit.parallel.pipeline._table import Schedule, Task
 
+from ._costs import costs_of
 from ._dualpipe_v import dualpipe_v
-from ._greedy import EPSILON, RULES, Costs, Plan, depth_first, list_schedule, plan_peak
+from ._exchange import improved
+from ._greedy import RULES, Plan, depth_first, list_schedule, plan_peak
 from ._hanayo import hanayo, steady_block
 from ._one_f_one_b import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from ._placement import at_least_one, loop, schedule_of, wave
 from ._v import half_block, min_block, v_half, v_min, zbv
 
 PATIENCE = (0.0, 0.5, 1.0)  # of a W's time, for something better to arrive
-VISITS = 150_000  # rows simulated by the local improvement: about a second
 
 
 def auto(
@@ -62,7 +63,7 @@ def auto(
         if score[1] <= limit and (best is None or score < best[0]):
             best = score, simulation
     assert best is not None, "one microbatch after the other fits in any limit"
-    return replace(_improved(best[1], times, limit).schedule, name="auto")
+    return replace(improved(best[1], times, limit).schedule, name="auto")
 
 
 def _rank_of_stages(ranks: int, chunks: int, placement: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ def _candidates(
         plans += [half_block(ranks, microbatches), min_block(ranks, microbatches)]
     if len(rank_of) % (2 * ranks) == 0 and rank_of == wave(ranks, len(rank_of) // ranks):
         plans.append(steady_block(rank_of, ranks, microbatches))
-    costs = _costs(times, len(rank_of))
+    costs = costs_of(times, len(rank_of))
     for plan, rule, patience in product(plans, RULES, (None, *PATIENCE)):
         if max(map(plan_peak, plan)) > limit:
             continue
@@ -134,79 +135,5 @@ def _with_whole_backwards(plan: Plan) -> Plan:
     return tuple(tuple(Task("B", *task[1:]) if task.op == "I" else task for task in rank) for rank in plan)
 
 
-def _costs(times: Times, stages: int) -> Costs:
-    def per_stage(value: PerStage) -> tuple[float, ...]:
-        return tuple(value) if isinstance(value, tuple) else (value,) * stages
-
-    i_s, w_s, hop_s = per_stage(times.i_s), per_stage(times.w_s), times.hop_s
-    return Costs(
-        f_s=per_stage(times.f_s),
-        i_s=i_s,
-        w_s=w_s,
-        b_s=tuple(map(sum, zip(i_s, w_s, strict=True))) if times.b_s is None else per_stage(times.b_s),
-        hop=hop_s if callable(hop_s) else lambda source, target: hop_s,
-    )
-
-
 def _peak(schedule: Schedule) -> int:
     return max(peak_live(task for row in rank for task in row.tasks) for rank in schedule.ranks)
-
-
-def _improved(simulation: Simulation, times: Times, limit: int) -> Simulation:
-    """Exchange neighbours on the critical path while that ends the schedule sooner; no other exchange can."""
-    visits = VISITS
-    improved = True
-    while improved:
-        improved = False
-        schedule = simulation.schedule
-        # The first exchange that helps is taken, and the critical path is computed anew.
-        for rank, index in _exchanges(simulation):
-            rows = list(schedule.ranks[rank])
-            rows[index], rows[index + 1] = rows[index + 1], rows[index]
-            ranks = (*schedule.ranks[:rank], tuple(rows), *schedule.ranks[rank + 1 :])
-            if (visits := visits - sum(map(len, ranks))) < 0:
-                return simulation
-            if peak_live(task for row in rows for task in row.tasks) > limit:
-                continue
-            try:
-                other = simulate(replace(schedule, ranks=ranks), times)
-            except PlanError:  # after the exchange, ranks wait for one another
-                continue
-            if other.makespan_s < simulation.makespan_s:
-                simulation, improved = other, True
-                break
-    return simulation
-
-
-def _exchanges(simulation: Simulation) -> Iterator[tuple[int, int]]:
-    """Neighbours on the critical path that may change places, the last first: (rank, index of the first of the two)."""
-    schedule, events = simulation.schedule, simulation.events
-    cell_of = {
-        task._replace(op="I") if task.op == "B" else task: (rank, index)
-        for rank, rows in enumerate(schedule.ranks)
-        for index, row in enumerate(rows)
-        for task in row.tasks
-    }
-    # From the row that ends last backwards, each time to what the row started right after: the row before it on its rank, or
-    # else the input that came last.
-    rank = max(range(schedule.world), key=lambda rank: events[rank][-1].end_s if events[rank] else 0.0)
-    index = len(events[rank]) - 1
-    while index >= 0:
-        row, start_s, _ = events[rank][index]
-        if index and events[rank][index - 1].end_s >= start_s - EPSILON * simulation.makespan_s:
-            before = events[rank][index - 1].row
-            if not any(_in_order(first, second) for first, second in product(before.tasks, row.tasks)):
-                yield rank, index - 1
-            index -= 1
-            continue
-        sources = [cell_of[need] for need in needs(row, schedule.stages)]
-        if not sources:
-            return
-        rank, index = max(sources, key=lambda at: events[at[0]][at[1]].end_s)
-
-
-def _in_order(first: Task, second: Task) -> bool:
-    """Whether the two must keep their order: ops of one microbatch in a stage, or one op of its successive microbatches."""
-    # Two microbatches of one op in one stage take the same time, so exchanging them gains nothing.
-    same_stage = first.stage == second.stage
-    return same_stage and (first.op == second.op or first.microbatch == second.microbatch)

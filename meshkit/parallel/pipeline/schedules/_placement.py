@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from meshkit.errors import PlanError
+from meshkit.parallel.pipeline._paths import Path
 from meshkit.parallel.pipeline._simulate import Times, simulate
 from meshkit.parallel.pipeline._table import Op, Row, Schedule, Task
 
@@ -30,13 +31,20 @@ def at_least_one(generator: str, **values: int) -> None:
             raise PlanError(f"{generator}({arguments}): {name}={value!r} is not a whole number of at least 1.")
 
 
-def schedule_of(name: str, microbatches: int, placement: Sequence[int], tasks: Iterable[Iterable[Task]]) -> Schedule:
-    """The table of the tasks of every rank, one row each."""
+def schedule_of(
+    name: str,
+    microbatches: int,
+    placement: Sequence[int],
+    tasks: Iterable[Iterable[Task]],
+    *,
+    paths: tuple[Path, ...] = (),
+) -> Schedule:
+    """The table of the tasks of every rank, one row each. paths: as those of `Schedule`."""
     rows = tuple(
         tuple(Row(rank, stage, cast(Op, op), microbatch) for op, stage, microbatch in order)
         for rank, order in enumerate(tasks)
     )
-    return Schedule(name, microbatches, tuple(placement), rows)
+    return Schedule(name, microbatches, tuple(placement), rows, paths)
 
 
 def soonest(*schedules: Schedule, times: Times | None = None) -> Schedule:
