@@ -12,9 +12,11 @@ from meshkit.loss.linear_logits import chunk_head
 from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
 from meshkit.mesh import Mesh
-from meshkit.parallel.data import Zero, fully_shard, gather_around, kept_units, prefetch_gathers
+from meshkit.parallel.data import fully_shard, gather_around, kept_units, prefetch_gathers
+from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import split_linears
 from meshkit.parallel.same_units import SameUnits
+from meshkit.parallel.shardings import shard_mesh
 from meshkit.resolve import Resolved
 from meshkit.strategy import Budget
 
@@ -48,25 +50,26 @@ def shard_units(
     model: nn.Module, mesh: Mesh, resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], units: list[str]
 ) -> None:
     """ZeRO: experts over their own ranks, then the rest; with experts, blocks are gathered ahead of the host's waits."""
-    zero, precision, policy = resolved.zero, resolved.memory.precision, resolved.strategy.data
+    row, precision, policy = resolved.shardings, resolved.memory.precision, resolved.strategy.data
     keep_gathered = kept_units(blocks, units, resolved.head)
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
+    # Groups are made by all ranks of the mesh, on stages without experts too.
+    over = shard_mesh(mesh, row, experts=True) if resolved.experts and in_expert_view(mesh.spec) else None
     for name in experts:
+        assert over is not None
         # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
-        fully_shard(names[name], mesh.expert_data, zero=zero, precision=precision, cast_inputs=False, policy=policy)
+        fully_shard(names[name], over, zero=row, precision=precision, cast_inputs=False, policy=policy)
         for block in blocks:
             if name.startswith(f"{block}."):
-                gather_around(
-                    names[block], names[name], free=Zero(zero).reshard_after_forward and block not in keep_gathered
-                )
+                gather_around(names[block], names[name], free=row.frees_parameters and block not in keep_gathered)
     fully_shard(
         model,
-        mesh.data,
+        shard_mesh(mesh, row),
         units=[*blocks, *units],
         keep_gathered=keep_gathered,
         ignored=experts,
         whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
-        zero=zero,
+        zero=row,
         precision=precision,
         policy=policy,
     )

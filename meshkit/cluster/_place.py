@@ -42,8 +42,9 @@ def place_of(cluster: Cluster, spec: MeshSpec, axis: str) -> Place:
 @lru_cache(maxsize=4096)
 def members(spec: MeshSpec, axis: str) -> tuple[int, ...]:
     """The ranks of the axis' first group."""
-    names = axes_of(axis) if axis != "mesh" else DENSE_AXES
-    view = DENSE_AXES if all(name in DENSE_AXES for name in names) else EXPERT_AXES
+    names = spec.parts(*(axes_of(axis) if axis != "mesh" else DENSE_AXES))
+    dense = spec.parts(*DENSE_AXES)
+    view = dense if {*names} <= {*dense} else spec.parts(*EXPERT_AXES)
     strides = {name: prod(getattr(spec, inner) for inner in view[at + 1 :]) for at, name in enumerate(view)}
     indices = product(*(range(getattr(spec, name)) for name in names))
     return tuple(sum(index * strides[name] for name, index in zip(names, at, strict=True)) for at in indices)

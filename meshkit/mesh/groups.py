@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshkit.core import _torch
 from meshkit.core.calls import name_group
-from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec
 
 SHARD, TOKENS, EXPERTS = ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp"), ("ep", "etp")
 """Axes that are taken as one: over which fully_shard shards, with different tokens, and that share the experts of a copy."""
@@ -29,7 +29,16 @@ def group_axes(spec: MeshSpec, *axes: str) -> Axes:
     """The axes whose group is that of these: without axes of size 1, and in the dense view where no experts are folded."""
     if axes == ("edp",) and spec.ep * spec.etp == 1:
         axes = ("dp_shard", "cp", "tp")
-    return tuple(axis for axis in axes if getattr(spec, axis) > 1)
+    large = [axis for axis in axes if getattr(spec, axis) > 1]
+    # One name for the same ranks: of one node, or of nodes of one rank, a nested axis is the whole.
+    whole = {
+        part: axis for axis, parts in NESTED.items() for part in parts if getattr(spec, part) == getattr(spec, axis)
+    }
+    names = [whole.get(axis, axis) for axis in large]
+    for axis, (inter, intra) in NESTED.items():
+        if {inter, intra} <= {*names}:  # both, one after the other, are the axis
+            names = [axis if name == inter else name for name in names if name != intra]
+    return tuple(names)
 
 
 def made_at_once(spec: MeshSpec) -> list[Axes]:

@@ -28,11 +28,12 @@ from meshkit.errors import MeshError
 from meshkit.mesh.agreement import Agreement
 from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, group_axes, make_groups
 from meshkit.mesh.ranges import ranges_in_words
-from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec
 from meshkit.mesh.use_once import use_once
 from meshkit.mesh.world import start_world
 
 Value = TypeVar("Value")
+_NESTED = [part for parts in NESTED.values() for part in parts]
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,15 @@ class Mesh:
             return cached
         names = (axes,) if isinstance(axes, str) else axes
         for name in names:
-            if name not in DENSE_AXES and name not in EXPERT_AXES:
+            if name not in DENSE_AXES and name not in EXPERT_AXES and name not in _NESTED:
                 near = difflib.get_close_matches(name, DENSE_AXES + EXPERT_AXES, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise MeshError(f"mesh[{name!r}]: there is no such axis.{hint} The axes are {', '.join(DENSE_AXES)}.")
         self.require_here(f"mesh[{', '.join(map(repr, names))}]")
-        axis_mesh = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
+        if any(name in _NESTED for name in names):
+            axis_mesh = self.over(*names)
+        else:
+            axis_mesh = self.dense[axes] if all(name in DENSE_AXES for name in names) else self.expert[axes]
         return self._slices.setdefault(axes, axis_mesh)
 
     @property
@@ -121,6 +125,24 @@ class Mesh:
     def expert_data(self) -> DeviceMesh:
         """What fully_shard shards experts over: (dp_replicate, edp), or edp without replicas."""
         return self.expert["dp_replicate", "edp"] if self.spec.dp_replicate > 1 else self.expert["edp"]
+
+    def over(self, *axes: str) -> DeviceMesh:
+        """1-D: all ranks of these axes of one view, which lie one after the other; "dp_inter" and "dp_intra" are such too.
+
+        The first use may make a group: a collective of all ranks of the mesh.
+        Wire: then names over the mesh, and a number over the new group.
+        """
+        self.require_here("mesh.over")
+        assert self.members is not None
+        use_once(self.members.make([axes]), self.device)
+        key = group_axes(self.spec, *axes)
+        view = self.dense if {*self.spec.parts(*axes)} <= {*self.spec.parts(*DENSE_AXES)} else self.expert
+        for axis, parts in NESTED.items():
+            if {*parts} & {*(key or axes)}:
+                use_once(self.members.make([(part,) for part in parts]), self.device)
+                groups = [self.members.of(part) for part in parts]
+                view = _torch.nested_mesh(view, axis, {part: getattr(self.spec, part) for part in parts}, groups)
+        return _combine(view, key or (axes[0],), self.members)
 
     @property
     def shard(self) -> DeviceMesh:

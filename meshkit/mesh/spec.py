@@ -1,4 +1,7 @@
-"""Mesh axes and their sizes (the topology), as data: two views of the same ranks, without a process group."""
+"""Mesh axes and their sizes (the topology), as data: two views of the same ranks, without a process group.
+
+dp_shard may be nested, `dp_shard=4x8`: dp_inter (inter-node) x dp_intra (intra-node), and with it edp of the expert view.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from meshkit.errors import MeshError
 # several times in every layer. `pp` is first in both views, since a pipeline stage is the same ranks in both.
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+# What an axis is made of where nodes are told apart, the slower one first.
+NESTED = {"dp_shard": ("dp_inter", "dp_intra"), "edp": ("edp_inter", "edp_intra")}
 # What other libraries call an axis.
 _ELSEWHERE = {
     "dp": "Parameters are sharded over dp_shard (ZeRO, FSDP) and copied over dp_replicate (DDP). ",
@@ -30,7 +35,8 @@ _ELSEWHERE = {
 class MeshSpec:
     """Axis sizes. One dense axis may be -1: the ranks that are left.
 
-    `MeshSpec(dp_shard=-1, tp=2).resolve(8)` has dp_shard=4.
+    `MeshSpec(dp_shard=-1, tp=2).resolve(8)` has dp_shard=4. dp_intra: of the ranks of dp_shard, those inside of a node, for
+    what is sharded inside of nodes alone; "dp_shard=4x8" is dp_shard=32 dp_intra=8. 1 tells no nodes apart.
     """
 
     pp: int = 1
@@ -40,10 +46,11 @@ class MeshSpec:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    dp_intra: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in dataclasses.asdict(self).items():
-            if axis in ("ep", "etp") and size == -1:
+            if axis in ("ep", "etp", "dp_intra") and size == -1:
                 raise MeshError(f"mesh {axis}=-1: only {', '.join(DENSE_AXES)} can be -1. Give {axis} a size.")
             # True is an int in Python, and would be a size of 1.
             if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
@@ -57,7 +64,10 @@ class MeshSpec:
 
     @staticmethod
     def parse(text: str) -> MeshSpec:
-        """`"dp_shard=2 tp=2"` to a spec. Axes may be separated by spaces or commas; axes not named have size 1."""
+        """`"dp_shard=2 tp=2"` to a spec. Axes may be separated by spaces or commas; axes not named have size 1.
+
+        `"dp_shard=4x8"`: 4 nodes of 8 ranks; `"dp_shard=-1x8"`: as many nodes as there are.
+        """
         sizes: dict[str, int] = {}
         names = [field.name for field in dataclasses.fields(MeshSpec)]
         for word in text.replace(",", " ").split():
@@ -70,10 +80,17 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": there is no axis {axis!r}. {hint}The axes are {", ".join(names)}.')
             if axis in sizes:
                 raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
+            nodes, nested, inside = value.partition("x") if axis == "dp_shard" else (value, "", "")
+            if nested and "dp_intra" in sizes:
+                raise MeshError(f'mesh "{text}": dp_intra is given twice, and as {value!r}. Keep one.')
             try:
-                sizes[axis] = int(value)
+                sizes[axis] = int(nodes)
+                if nested:
+                    sizes["dp_intra"] = int(inside)
             except ValueError:
                 raise MeshError(f'mesh "{text}": the size of {axis!r} is {value!r}, not a whole number.') from None
+            if nested and sizes[axis] != -1:
+                sizes[axis] *= sizes["dp_intra"]
         return MeshSpec(**sizes)
 
     @property
@@ -85,6 +102,20 @@ class MeshSpec:
     def edp(self) -> int:
         """Data-parallel copies of each expert: what ep and etp leave of dp_shard × cp × tp."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def dp_inter(self) -> int:
+        """Nodes of dp_shard; all of it where none are told apart."""
+        return self.dp_shard // self.dp_intra
+
+    @property
+    def edp_inter(self) -> int:
+        """Nodes of edp: those of dp_shard."""
+        return self.dp_inter if self.dp_intra > 1 else self.edp
+
+    @property
+    def edp_intra(self) -> int:
+        return self.edp // self.edp_inter
 
     def sizes(self, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in axes}
@@ -123,6 +154,17 @@ class MeshSpec:
                 f"mesh ep={spec.ep} etp={spec.etp} needs ep*etp={experts} to divide "
                 f"dp_shard*cp*tp={spec.dp_shard}*{spec.cp}*{spec.tp}={fold}. Choose ep and etp from the divisors of {fold}."
             )
+        if spec.dp_shard % spec.dp_intra:
+            raise MeshError(
+                f"mesh dp_intra={spec.dp_intra}: the {spec.dp_shard} ranks of dp_shard are no whole number of nodes with "
+                f"{spec.dp_intra}. Choose a divisor of {spec.dp_shard}."
+            )
+        node = spec.dp_intra * spec.cp * spec.tp
+        if spec.dp_intra > 1 and node % experts:
+            raise MeshError(
+                f"mesh ep={spec.ep} etp={spec.etp} needs ep*etp={experts} to divide the dp_intra*cp*tp={node} ranks of a "
+                f"node where dp_shard is nested. Choose from the divisors of {node}, or leave dp_intra away."
+            )
         return spec
 
     def groups(self, *axes: str) -> list[list[int]]:
@@ -131,12 +173,17 @@ class MeshSpec:
         Needs no process group.
         """
         # Both views number the same ranks, the last axis fastest, as DeviceMesh lays out its grid.
-        view = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        axes = self.parts(*axes)
+        view = self.parts(*(DENSE_AXES if {*axes} <= {*self.parts(*DENSE_AXES)} else EXPERT_AXES))
         sizes = {name: getattr(self, name) for name in view}
         others = [name for name in view if name not in axes]
         # For axis tp: "(pp dp_replicate dp_shard cp tp) -> (pp dp_replicate dp_shard cp) (tp)".
         pattern = f"({' '.join(view)}) -> ({' '.join(others)}) ({' '.join(axes)})"
         return sorted(rearrange(torch.arange(prod(sizes.values()), device="cpu"), pattern, **sizes).tolist())
+
+    def parts(self, *axes: str) -> tuple[str, ...]:
+        """The axes, each nested one as the two that it is made of."""
+        return tuple(part for axis in axes for part in NESTED.get(axis, (axis,)))
 
     def describe(self, *, ranks_per_node: int = 8, ranks: Sequence[int] | None = None) -> str:
         """One line per axis of more than one rank: its groups of ranks and whether they stay inside a node. The expert view's
@@ -147,7 +194,8 @@ class MeshSpec:
         """
         lines = [f"{self.world_size} rank{'s' * (self.world_size > 1)}, {ranks_per_node} per node"]
         world_ranks = range(self.world_size) if ranks is None else ranks
-        for title, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
+        nested = NESTED["dp_shard"] if self.dp_intra > 1 else ()
+        for title, axes in (("dense", (*DENSE_AXES, *nested)), ("expert", EXPERT_AXES)):
             for axis in axes:
                 size = getattr(self, axis)
                 if size == 1 or (title == "expert" and (axis in DENSE_AXES or self.ep * self.etp == 1)):
@@ -164,7 +212,8 @@ class MeshSpec:
 
 def axes_of(name: str) -> tuple[str, ...]:
     """The axes that an axis of several in one, as "dp_shard_cp", is named by."""
-    axis = next((axis for axis in (*DENSE_AXES, *EXPERT_AXES) if name == axis or name.startswith(f"{axis}_")), None)
+    known = (*NESTED["dp_shard"], *NESTED["edp"], *DENSE_AXES, *EXPERT_AXES)  # edp_intra is no edp
+    axis = next((axis for axis in known if name == axis or name.startswith(f"{axis}_")), None)
     if axis is None:
         raise MeshError(f"{name!r} is not made of the axes {', '.join(DENSE_AXES)} or {', '.join(EXPERT_AXES)}.")
     return (axis, *(axes_of(name[len(axis) + 1 :]) if name != axis else ()))

@@ -95,6 +95,7 @@ def _refuse_together(run: Run, strategy: Strategy, optimizer: Optimizer | None, 
     facts = {
         "mesh": strategy.mesh,
         "zero": strategy.zero,
+        "data": strategy.data,
         "sequence": strategy.sequence,
         "schedule": strategy.pipeline.schedule if isinstance(strategy.pipeline.schedule, str) else "a function",
         "microbatches": strategy.microbatches,

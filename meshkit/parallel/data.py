@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from types import NoneType
 from typing import Any, NoReturn
@@ -22,56 +21,12 @@ from meshkit.core.arguments import require
 from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
+from meshkit.parallel.hops import before_microbatch_in_hops, forget_copies, reduce_in_hops
+from meshkit.parallel.shardings import ShardMesh, zero_row
 from meshkit.parallel.wires import quantize_wires
 from meshkit.parallel.writes import swapped
 from meshkit.plan.match import listed
-from meshkit.strategy import DataPolicy, Precision
-
-
-@dataclass(frozen=True)
-class Zero:
-    """A ZeRO stage, and its traffic in an optimizer step of k microbatches (gradient accumulation).
-
-    | stage | parameters gathered         | gradients reduced      | unsharded between microbatches  |
-    |-------|-----------------------------|------------------------|---------------------------------|
-    | 3     | forward and backward, 2k    | every microbatch, k    | nothing                         |
-    | 2     | once                        | every microbatch, k    | parameters                      |
-    | 1     | once                        | once                   | parameters and gradients        |
-
-    Optimizer state is sharded in all three. Source: Rajbhandari et al. 2020, section 5.
-    """
-
-    stage: int = 3
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
-            raise PlanError(
-                f"zero={self.stage}: the stages are 1 (optimizer state), 2 (and gradients), 3 (and parameters). To hold "
-                "whole copies, use the axis dp_replicate."
-            )
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        return self.stage == 3
-
-    @property
-    def reshard_between_microbatches(self) -> bool:
-        return self.stage == 3
-
-    @property
-    def reduce_every_microbatch(self) -> bool:
-        return self.stage >= 2
-
-
-def zero_stage(zero: int | None, *, pipelined: bool) -> int:
-    """The stage of a run: 3, or with pp 1. Raises: PlanError for one that does not exist, and for another one with pp."""
-    if pipelined and zero not in (None, 1):
-        raise PlanError(
-            f"zero={zero} with pp: parameters are gathered once a step and gradients reduced once, which is zero=1. Leave "
-            "zero away, or give dp_shard the ranks of pp."
-        )
-    # Not `zero or ...`: 0, which other libraries give to plain replication, would silently shard everything.
-    return Zero((1 if pipelined else 3) if zero is None else zero).stage
+from meshkit.strategy import DataPolicy, Precision, Shardings
 
 
 def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list[str]:
@@ -192,13 +147,13 @@ def _short(dtype: torch.dtype) -> str:
 
 def fully_shard(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | ShardMesh,
     *,
     units: Iterable[str] = (),
     keep_gathered: Iterable[str] = (),
     ignored: Iterable[str] = (),
     whole: Iterable[str] = (),
-    zero: int = 3,
+    zero: int | Shardings = 3,
     precision: Precision | None = None,
     cast_inputs: bool = True,
     policy: DataPolicy | None = None,
@@ -206,13 +161,15 @@ def fully_shard(
     """Shard parameters, gradients and optimizer state over the mesh, in place; uneven sizes are fine.
 
     mesh: one axis to shard over, or two: replicate × shard (HSDP). A shard axis of size 1 replicates parameters (DDP).
+    Or what `shard_mesh` makes of a row, with the groups of its hops; in a loop of your own call `before_microbatch` then.
     units: names of submodules that are gathered and freed one at a time (the blocks); the rest is the root unit, which is not
     freed after forward, since backward needs it first. keep_gathered: units not freed after forward for the same reason (see
     `kept_units`).
     ignored: names of submodules that are not sharded: another call shards them over another mesh, or none does.
     whole: names of parameters that every rank keeps whole, such as scalars. Their gradients are this rank's own: sum them
     yourself after backward, as `parallelize` does.
-    zero: 3, 2 or 1, see `Zero`. precision: compute and reduction dtypes; parameters and optimizer state keep their own.
+    zero: 3, 2 or 1, or a row of `Shardings`, of which such a stage is the name. precision: compute and reduction dtypes;
+    parameters and optimizer state keep their own.
     cast_inputs: units cast floating-point inputs to the compute dtype. False where some inputs are wider on purpose.
     policy: in how many bits parameters and gradients travel over the shard axis, see `DataPolicy`.
     Gradients are **summed** over the mesh, not averaged: divide the loss by the tokens of the whole step.
@@ -223,9 +180,11 @@ def fully_shard(
     that FSDP2 cannot shard.
     Source: Rajbhandari et al. 2020; Zhao et al. 2023.
     """
-    stage = Zero(zero)
+    row = zero if isinstance(zero, Shardings) else zero_row(zero)
     require("fully_shard", "module", module, nn.Module)
-    require("fully_shard", "mesh", mesh, DeviceMesh)
+    require("fully_shard", "mesh", mesh, DeviceMesh, ShardMesh)
+    levels = mesh if isinstance(mesh, ShardMesh) else ShardMesh(mesh=mesh)
+    mesh = levels.mesh
     require("fully_shard", "precision", precision, Precision, NoneType)
     require("fully_shard", "policy", policy, DataPolicy, NoneType)
     modules = dict(module.named_modules())
@@ -256,7 +215,7 @@ def fully_shard(
     # Inner units first: each call takes the parameters of its module that no earlier call has taken; the root takes the rest.
     with _torch.detach_keeps_placements():
         for name in shard_units(names, units):
-            reshard = stage.reshard_after_forward and name not in kept
+            reshard = row.frees_parameters and name not in kept
             _fully_shard(
                 modules[name], mesh=mesh, mp_policy=casts, reshard_after_forward=reshard, ignored_params=ignored_params
             )
@@ -277,9 +236,11 @@ def fully_shard(
             child.set_force_sum_reduction_for_comms(
                 True
             )  # a divide factor alone selects PREMUL_SUM, which gloo has not
-    if policy is not None:
-        for unit in (module, *(modules[name] for name in shard_units(names, units))):
-            quantize_wires(unit, mesh, policy)
+    for name in ("", *shard_units(names, units)):
+        frees = row.frees_parameters and bool(name) and name not in kept
+        quantize_wires(modules[name], mesh, policy or DataPolicy(), levels.gather, frees=frees)
+        if levels.reduce is not None:
+            reduce_in_hops(modules[name], levels.reduce)
     return module
 
 
@@ -381,20 +342,35 @@ def kept_units(blocks: Sequence[str], units: Sequence[str], head: str | None = N
     return {*blocks[-1:], *units[-1:], *around_head}
 
 
-def before_microbatch(module: nn.Module, *, zero: int, last: bool) -> None:
-    """Tell FSDP what to keep and what to reduce in the backward of this microbatch. No-op on a module not sharded."""
+def before_microbatch(module: nn.Module, *, row: Shardings, first: bool, last: bool) -> None:
+    """Tell FSDP what to keep and what to reduce in the backward of this microbatch. No-op on a module not sharded.
+
+    How often, for one optimizer step of k microbatches, with `Shardings`:
+
+    | parameters      | gathered, per unit                                   | held in between         |
+    |-----------------|------------------------------------------------------|-------------------------|
+    | "none"          | once, over the ranks of states                       | whole                   |
+    | as states       | forward and backward, 2k                             | nothing                 |
+    | between         | once over the ranks outside of that level, 2k inside | a secondary copy's part |
+
+    | gradients       | reduced, per unit                                    | added up in between     |
+    |-----------------|------------------------------------------------------|-------------------------|
+    | "none"          | once, over the ranks of states                       | whole                   |
+    | as states       | every microbatch, k                                  | shards                  |
+    | between         | k inside of that level, once over the ranks outside  | the level's parts       |
+    """
     if not isinstance(module, FSDPModule):
         return
-    stage = Zero(zero)
     # A loss may call a unit before the model's own forward, and the first one called would be taken for the root.
     _torch.find_units(module)
     # After the last microbatch's backward FSDP waits for its reductions, and resets the order in which it prefetches units.
     # Earlier ones leave reduce-scatters in flight on FSDP's stream, beside the next microbatch's forward.
     module.set_is_last_backward(last)
-    module.set_requires_gradient_sync(last or stage.reduce_every_microbatch)
+    module.set_requires_gradient_sync(last or row.reduces_every_microbatch)
     # Over replicas once a step: until then FSDP accumulates shards that were reduced over dp_shard only.
     module.set_requires_all_reduce(last)
-    module.set_reshard_after_backward(last or stage.reshard_between_microbatches)
+    module.set_reshard_after_backward(last or row.frees_parameters)
+    before_microbatch_in_hops(module, first=first, last=last)
 
 
 def find_units(module: nn.Module) -> None:
@@ -429,6 +405,7 @@ def after_inference(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+    forget_copies(module)
 
 
 @contextmanager

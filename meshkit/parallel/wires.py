@@ -29,6 +29,8 @@ from meshkit.core.block_quantization import (
     whole_blocks,
 )
 from meshkit.core.sharding import local_tensor
+from meshkit.parallel.hops import gather_in_hops
+from meshkit.parallel.shardings import Hops
 from meshkit.strategy import DataPolicy
 
 ERROR_DTYPE = torch.bfloat16
@@ -57,12 +59,21 @@ def replica_bytes(parts: Sequence[int], replicas: int, wire: BlockWire) -> int:
     return sum(quantized_bytes(replica_chunk(size, replicas), wire) for size in parts)
 
 
-def quantize_wires(unit: nn.Module, mesh: DeviceMesh, policy: DataPolicy) -> None:
-    """Let an FSDP unit gather and reduce by the policy, in place. mesh: over which it is sharded."""
+def quantize_wires(
+    unit: nn.Module, mesh: DeviceMesh, policy: DataPolicy, hops: Hops | None = None, *, frees: bool = True
+) -> None:
+    """Let an FSDP unit gather and reduce by the policy, in place.
+
+    mesh: over which it is sharded. hops, frees: of its gathers, as `gather_in_hops` takes them; each hop rounds.
+    """
     if not isinstance(unit, FSDPModule) or mesh.size() == 1:
         return
-    if policy.gather is not None and mesh.shape[-1] > 1:
-        unit.set_custom_all_gather(_Gather(unit, policy.gather))  # type: ignore[arg-type]  # its base class is private
+    if mesh.shape[-1] > 1:
+        gather = None if policy.gather is None else _Gather(unit, policy.gather)
+        if hops is not None:
+            gather_in_hops(unit, hops, gather=gather, frees=frees)
+        elif gather is not None:
+            unit.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class is private
     if policy.reduce is not None:
         reduction = _Reduction(unit, mesh, policy.reduce, feedback=policy.feedback)
         unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]  # same
@@ -143,7 +154,8 @@ class _Gather(_Unit):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """input_tensor: [elements of this rank's parts], which is a part of output_tensor: [ranks x elements]."""
+        """input_tensor: [elements of a rank's parts], which may be a part of output_tensor: [ranks x elements]; or the
+        parts of several ranks, one after the other."""
         parts = [(prod(each.part), each.dtype) for each in self.parameters]
         dtype = input_tensor.dtype
         mixed = any(each != dtype for _, each in parts)  # then FSDP's buffers are bytes
@@ -153,24 +165,24 @@ class _Gather(_Unit):
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
         working = max((_working(each) for _, each in parts if each.is_floating_point), key=lambda kind: kind.itemsize)
-        pieces = input_tensor.split(sizes)
+        pieces = input_tensor.view(-1, sum(sizes)).split(sizes, dim=1)
         values = [
-            piece.clone().view(each) if mixed else piece
+            piece.clone(memory_format=torch.contiguous_format).view(each) if mixed else piece
             for piece, (_, each), real in zip(pieces, parts, floats, strict=True)
             if real
         ]
-        message = quantize_blocks(rearrange(_padded(values, working), "(n block) -> n block", block=BLOCK), self._wire)
+        padded = rearrange(_padded(values, working), "ranks (n block) -> (ranks n) block", block=BLOCK)
+        message = quantize_blocks(padded, self._wire).view(len(pieces[0]), -1)
         others = [piece for piece, real in zip(pieces, floats, strict=True) if not real]
-        sent = torch.cat([message.view(-1), *others]) if others else message.view(-1)
-        received = sent.new_empty(group.size() * sent.numel())
-        dist.all_gather_into_tensor(received, sent, group=group)
-        rows = received.view(group.size(), -1)
-        codes = rows[:, : message.numel()].reshape(-1, message.shape[1])
-        decoded = dequantize_blocks(codes, self._wire, working).view(group.size(), -1)
-        real_parts = iter(_unpadded(decoded, [value.numel() for value in values]))
-        other_parts = iter(rows[:, message.numel() :].split([each.numel() for each in others], dim=1))
+        sent = torch.cat([message, *others], dim=1) if others else message
+        received = sent.new_empty(group.size() * len(sent), sent.shape[1])
+        dist.all_gather_into_tensor(received.view(-1), sent.view(-1), group=group)
+        codes = received[:, : message.shape[1]].reshape(-1, quantized_bytes(BLOCK, self._wire))
+        decoded = dequantize_blocks(codes, self._wire, working).view(len(received), -1)
+        real_parts = iter(_unpadded(decoded, [value.shape[1] for value in values]))
+        other_parts = iter(received[:, message.shape[1] :].split([each.shape[1] for each in others], dim=1))
         for out, (_, each), real in zip(
-            output_tensor.view(group.size(), -1).split(sizes, dim=1), parts, floats, strict=True
+            output_tensor.view(len(received), -1).split(sizes, dim=1), parts, floats, strict=True
         ):
             if not real:
                 out.copy_(next(other_parts))

@@ -105,6 +105,8 @@ class Axes:
             meshes |= {(axis,): mesh[axis] for axis in large("edp", "ep", "etp")}
         groups = [("_".join(names), axis.get_group()) for names, axis in meshes.items() if names]
         groups.append(("_".join(large(*DENSE_AXES)) or "mesh", mesh.group))
+        if mesh.members is not None:  # those that were made for a sharding of some parts
+            groups += [("_".join(key), group) for key, group in mesh.members.by_axes.items() if group.size() > 1]
         self.groups = [group for _, group in groups]
         self._by_name = {group.group_name: name for name, group in reversed(groups)}
         self._by_ranks = {tuple(dist.get_process_group_ranks(group)): name for name, group in reversed(groups)}

@@ -72,7 +72,7 @@ def _key(strategy: Strategy, spec: MeshSpec) -> Hashable:
     return (
         repr(replace(strategy, mesh=None, microbatches=None)),
         (spec.pp, spec.cp, spec.tp, spec.ep, spec.etp),
-        (spec.dp_replicate > 1, spec.dp_shard > 1, spec.edp > 1, in_expert_view(spec)),
+        (spec.dp_replicate > 1, spec.dp_shard > 1, spec.dp_intra > 1, spec.edp > 1, in_expert_view(spec)),
         None if count is None else count > 1,
     )
 

@@ -15,13 +15,13 @@ from meshkit.loss.linear_logits import plan_head
 from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import Doors, plan_context, refuse_counted, refuse_whole_tokens
-from meshkit.parallel.data import zero_stage
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, generator_of, plan_pipeline, refuse_more_stages
 from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.parallel.rows import refuse_mixed_rows
+from meshkit.parallel.shardings import shardings_of
 from meshkit.parallel.state_writes import refuse_of_microbatches
 from meshkit.parallel.tensor.derive import derive_plan
 from meshkit.parallel.tensor.layout import TensorLayout, refuse_whole_stream, tensor_layout
@@ -113,7 +113,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
     if sequence:  # of a derived plan
         refuse_whole_stream(program.model, names.plan.tensor)
     refuse_wires(strategy)
-    zero = zero_stage(strategy.zero, pipelined=spec.pp > 1)
+    shardings = shardings_of(strategy, spec)
     head = _plan_head(program, strategy, spec, names, sequence=sequence, device_type=device_type)
     cut = _plan_cut(program, strategy, spec, names, example, closed)
     layout = once(
@@ -158,7 +158,7 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         strategy=strategy,
         spec=spec,
         **vars(names),
-        zero=zero,
+        shardings=shardings,
         sequence=sequence,
         compute=compute,
         fp8=tuple(fp8),

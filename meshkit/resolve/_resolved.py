@@ -23,21 +23,22 @@ from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.plan import Plan
 from meshkit.program import Example, Program
-from meshkit.strategy import MemoryPolicy, Strategy
+from meshkit.strategy import MemoryPolicy, Shardings, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resolved:
     """The decisions for every rank. Names are those of the single-device model.
 
-    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields follow
-    from it. blocks, units, mlps: modules that the plan names. zero: the ZeRO stage. sequence: whether the residual stream is
-    sharded along the sequence. compute: the dtype of matrix products. fp8: linear layers that multiply in fp8. head: the
-    output head, with a chunked loss; else None. layout: of parameters and calls on tp; None without tp. reading: how
-    attention reaches over the ranks of cp. experts: modules of routed experts. cut: the pipeline stages; None without pp.
-    treatments: for each block, what it keeps for backward and where. choices: what a `Budget` chose, on each rank of pp;
-    empty without one. example, outline: by what the program was read on tp, and of what it ran there. rows: by what it was
-    shown to keep rows apart, on dp and pp; None where nothing showed it.
+    program: the model before anything is split, on a copy without values. strategy: as it was given; the other fields
+    follow from it. blocks, units, mlps: modules that the plan names. shardings: over which data ranks parameters,
+    gradients and states are sharded. sequence: whether the residual stream is sharded along the sequence. compute: the
+    dtype of matrix products. fp8: linear layers that multiply in fp8. head: the output head, with a chunked loss; else
+    None. layout: of parameters and calls on tp; None without tp. reading: how attention reaches over the ranks of cp.
+    experts: modules of routed experts. cut: the pipeline stages; None without pp. treatments: for each block, what it
+    keeps for backward and where. choices: what a `Budget` chose, on each rank of pp; empty without one. example, outline:
+    by what the program was read on tp, and of what it ran there. rows: by what it was shown to keep rows apart, on dp and
+    pp; None where nothing showed it.
     """
 
     program: Program
@@ -47,7 +48,7 @@ class Resolved:
     blocks: tuple[str, ...]
     units: tuple[str, ...]
     mlps: tuple[str, ...]
-    zero: int
+    shardings: Shardings
     sequence: bool
     compute: torch.dtype
     fp8: tuple[str, ...]

@@ -67,8 +67,9 @@ def inner_product(run: Run, parameters: Sequence[Tensor], left: Sequence[Tensor]
 
 def _is_first(mesh: Mesh, sharded: tuple[str, ...]) -> bool:
     """Whether this rank is the first of those that have the same shards of gradients with these axes."""
-    split = {axis for name in sharded for axis in axes_of(name)}
-    view = EXPERT_AXES if split - {*DENSE_AXES} else DENSE_AXES
+    split = {*mesh.spec.parts(*(axis for name in sharded for axis in axes_of(name)))}
+    dense, experts = mesh.spec.parts(*DENSE_AXES), mesh.spec.parts(*EXPERT_AXES)
+    view = experts if split - {*dense} else dense
     return mesh.is_first(*(axis for axis in view if axis not in split and axis != "pp"), view=view)
 
 

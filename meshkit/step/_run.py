@@ -198,7 +198,7 @@ class Run:
                 for index, (part, weight) in enumerate(self._parts_of_step(batch, microbatches, mask)):
                     with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
                         last = index == microbatches - 1
-                        part_loss, collected = self._backward(part, weight, tokens, loss, last=last)
+                        part_loss, collected = self._backward(part, weight, tokens, loss, first=not index, last=last)
                     total += part_loss * weight
                     reports.append((collected, weight))
                     repeated = (part, weight) if index == to_repeat else repeated
@@ -226,10 +226,10 @@ class Run:
         return summed / tokens
 
     def _backward(
-        self, part: dict[str, Any], weight: float, tokens: Tensor, loss: Loss, *, last: bool
+        self, part: dict[str, Any], weight: float, tokens: Tensor, loss: Loss, *, first: bool, last: bool
     ) -> tuple[Tensor, Collected]:
         """Forward and backward of one microbatch: its loss, and what its routers report."""
-        before_microbatch(self.model, zero=self.resolved.zero, last=last)
+        before_microbatch(self.model, row=self.resolved.shardings, first=first, last=last)
         with using_keys(part.get(KEYS)):
             with collect() as collected, self._forward():
                 part_loss = loss(self.model, part)
@@ -251,7 +251,7 @@ class Run:
                 self.pipeline.backward([(part, weight)], loss, tokens, around)
         else:
             with shared_scales(self.model) if self.resolved.fp8 else nullcontext(), around(0, 0):
-                self._backward(part, weight, tokens, loss, last=True)
+                self._backward(part, weight, tokens, loss, first=True, last=True)
         if self.offload is not None:
             last_step = self.offload.last_step
             self.offload.end_step()

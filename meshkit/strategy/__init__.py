@@ -6,7 +6,11 @@ from ._context import Rule as Rule
 from ._context import Scheme as Scheme
 from ._data import DataPolicy as DataPolicy
 from ._data import GatherWire as GatherWire
+from ._data import LEVELS as LEVELS
+from ._data import Level as Level
 from ._data import ReduceWire as ReduceWire
+from ._data import Shardings as Shardings
+from ._data import ZERO as ZERO
 from ._experts import Capacity as Capacity
 from ._experts import ExpertPolicy as ExpertPolicy
 from ._experts import MakeDispatcher as MakeDispatcher

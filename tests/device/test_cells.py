@@ -20,6 +20,9 @@ WIDER = [
     Cell(model="moe", mesh="dp_shard=2 ep=2", recompute="selective", offload="disk"),
     Cell(mesh="dp_shard=2", microbatches=2, recompute="selective", gather="int8", reduce="int4"),
     Cell(mesh="dp_replicate=2 dp_shard=2", resume="dp_replicate=2 dp_shard=2", gather="fp8", reduce="int8"),
+    Cell(mesh="dp_shard=4 dp_intra=2", microbatches=2, recompute="full", row=("node", "node", "all")),
+    # Experts are gathered ahead by FSDP, and by calls: on two streams.
+    Cell(model="moe", mesh="dp_replicate=2 dp_shard=2 ep=2", microbatches=2, row=("all", "all", "replicas")),
 ]
 
 

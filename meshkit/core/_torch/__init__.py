@@ -28,6 +28,7 @@ from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
 from .dtensor import shard_object as shard_object
+from .fsdp import after_unit_backwards as after_unit_backwards
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp
 from .fsdp import BeforeReduction as BeforeReduction
@@ -49,6 +50,7 @@ from .groups import flatten_mesh as flatten_mesh
 from .groups import group_of_call as group_of_call
 from .groups import is_fake_group as is_fake_group
 from .groups import mesh_of_groups as mesh_of_groups
+from .groups import nested_mesh as nested_mesh
 from .groups import Partition as Partition
 from .groups import process_group as process_group
 from .groups import says_peer_is_lost as says_peer_is_lost

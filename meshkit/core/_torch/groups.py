@@ -39,6 +39,15 @@ def flatten_mesh(mesh: DeviceMesh, name: str, group: ProcessGroup | None = None)
         return mesh._flatten(name)
 
 
+def nested_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int], groups: Sequence[ProcessGroup]) -> DeviceMesh:
+    """The same mesh with one axis as several, the slower one first. groups: of these, in order; makes none.
+
+    Private: DeviceMesh._unflatten. Checked: 2.11 (read, not run), 2.15. Replaced by: nothing yet.
+    """
+    with _groups_given(groups):
+        return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
+
+
 @contextmanager
 def _groups_given(groups: Sequence[ProcessGroup]) -> Iterator[None]:
     """Inside, a new DeviceMesh makes no groups and has these."""

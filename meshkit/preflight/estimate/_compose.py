@@ -387,7 +387,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
                 stage: [(name, kinds[name]) for name in names if name not in idle] for stage, names in of_stages.items()
             },
             count=1 if cut is None else cut.stages.count,
-            zero=resolved.zero,
+            shardings=resolved.shardings,
             sharded=sharded,
             experts_sharded=experts_sharded,
             experts=tuple(f"{name}." for name in resolved.experts) if in_view else (),
@@ -403,7 +403,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
         buffers=Buffers(
             timeline=timeline,
             units=units,
-            frees=resolved.zero == 3,
+            frees=resolved.shardings.frees_parameters,
             kept=frozenset(kept),
             replicas=spec.dp_replicate > 1,
             ahead=ahead,

@@ -12,6 +12,7 @@ from meshkit.preflight.estimate._replay import Kept, Swing, Treated
 from meshkit.preflight.estimate._template import Item, Template
 from meshkit.preflight.estimate._timeline import Timeline
 from meshkit.preflight.estimate._tracker import GROUPS
+from meshkit.strategy import Shardings
 
 PASSING = GROUPS.index("logits and loss")
 
@@ -39,7 +40,7 @@ class Rank:
 
     stages: Mapping[int, Sequence[tuple[str, str]]]
     count: int
-    zero: int
+    shardings: Shardings
     sharded: bool
     experts_sharded: bool
     experts: tuple[str, ...]
@@ -77,12 +78,14 @@ class Walk:
             self._microbatch(first=False, last=True)
 
     def _microbatch(self, *, first: bool, last: bool) -> None:
-        reduces = last or self.rank.zero >= 2
-        fresh = first or self.rank.zero >= 2
+        reduces = last or self.rank.shardings.reduces_every_microbatch
+        fresh = first or self.rank.shardings.reduces_every_microbatch
         treated = self._treated(fresh=fresh, own=first, reduces=reduces)
         self.buffers.begin()
         self._forward(0, treated)
-        self._backward(0, treated, reduces=reduces, frees=last or self.rank.zero == 3, last=last, added=not fresh)
+        self._backward(
+            0, treated, reduces=reduces, frees=last or self.rank.shardings.frees_parameters, last=last, added=not fresh
+        )
 
     def _treated(self, *, fresh: bool, own: bool, reduces: bool, splits: bool = False) -> Treated:
         """fresh: no unsharded gradients are there; own: nor those of parameters that nothing shards."""

@@ -15,15 +15,16 @@ from torch.distributed.tensor import Shard
 from meshkit.core.sharding import chunk
 from meshkit.mask import Mask
 from meshkit.memory import Treatment
-from meshkit.mesh import MeshSpec
+from meshkit.mesh import MeshSpec, group_axes
 from meshkit.parallel.context import Layout
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
 from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.shardings import axes_between, axes_outside
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.plan import Plan, match_table
 from meshkit.preflight.explain._explanation import ParamRow
 from meshkit.resolve import Resolved
-from meshkit.strategy import ContextPolicy, MemoryPolicy
+from meshkit.strategy import ContextPolicy, MemoryPolicy, Shardings
 
 Made = TypeVar("Made")
 
@@ -88,8 +89,8 @@ class RankModel:
         return self.resolved.memory
 
     @property
-    def zero(self) -> int:
-        return self.resolved.zero
+    def shardings(self) -> Shardings:
+        return self.resolved.shardings
 
     @property
     def sequence(self) -> bool:
@@ -174,10 +175,14 @@ class RankModel:
 
     def sharded_over(self, param: LocalParam) -> tuple[str, int, int]:
         """(axis, its size, this rank's index on it) over which fully_shard shards the parameter."""
-        spec = self.spec
-        if not param.expert:
-            return shard_axis(spec), spec.dp_shard * spec.cp, self._inner_index // spec.tp
-        return "edp", spec.edp, self._inner_index // (spec.ep * spec.etp)
+        spec, inner = self.spec, self.spec.ep * self.spec.etp if param.expert else self.spec.tp
+        index = (self.at("dp_replicate") * spec.dp_shard * spec.cp * spec.tp + self._inner_index) // inner
+        axis, size = self.axis(axes_between("none", self.shardings.states, experts=param.expert))
+        return axis, size, index % size
+
+    def axis(self, axes: Sequence[str]) -> tuple[str, int]:
+        """(name, size) of some axes that are taken as one."""
+        return "_".join(group_axes(self.spec, *axes)), prod(getattr(self.spec, axis) for axis in axes)
 
     @property
     def expert_coordinate(self) -> tuple[int, int]:
@@ -192,12 +197,13 @@ class RankModel:
 
     def row(self, name: str) -> ParamRow:
         """The parameter as it is printed: placement on each axis, and the bytes that this rank keeps."""
-        param, spec = self.params[name], self.spec
+        param = self.params[name]
         placements: dict[str, str] = {}
         if self.cut is not None:
             placements["pp"] = f"stage {self.cut.stages.stage_of(name)}"
-        if spec.dp_replicate > 1:
-            placements["dp_replicate"] = "Replicate"
+        outside, copies = self.axis(axes_outside(self.shardings.states, experts=param.expert))
+        if copies > 1:
+            placements[outside] = "Replicate"
         axis, shards, _ = self.sharded_over(param)
         if shards > 1:
             placements[axis] = "Shard(0)"
@@ -272,11 +278,6 @@ def _local_expert(rank_model: RankModel, feature_dim: int, param: Tensor) -> Loc
 def _stage_params(model: nn.Module, cut: Cut | None, rank: int) -> Iterable[tuple[str, Tensor]]:
     named = model.named_parameters(remove_duplicate=False)
     return named if cut is None else ((name, param) for name, param in named if cut.runs(name, rank))
-
-
-def shard_axis(spec: MeshSpec) -> str:
-    """The axis over which fully_shard shards."""
-    return "_".join(axis for axis in ("dp_shard", "cp") if getattr(spec, axis) > 1)
 
 
 def microbatch_mask(mask: Mask | Sequence[Mask] | None, rows: list[int], *, tokens: int) -> Mask | None:

@@ -17,13 +17,15 @@ from meshkit.loss.linear_logits import head_of
 from meshkit.mesh import EXPERT_AXES, MeshSpec
 from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, halo_traffic, state_traffic, traffic
-from meshkit.parallel.data import Zero, kept_units, reduction_dtype, shard_units
+from meshkit.parallel.data import kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut, Path
+from meshkit.parallel.shardings import axes_between, axes_outside
 from meshkit.parallel.tensor.heads import attention_heads
 from meshkit.parallel.wires import gathered_bytes, reduced_bytes, replica_bytes
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
+from meshkit.strategy import Level
 
 
 def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
@@ -172,8 +174,9 @@ def add_data(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitBytes:
-    """gathered: the result of an all-gather. reduced: the input of a reduce-scatter, or with a quantized wire what leaves the
-    rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that which is left of it.
+    """gathered: the result of an all-gather of all parts. reduced: the input of a reduce-scatter of whole gradients, or with
+    a quantized wire what leaves the rank for an all-to-all. replicas: (collective, bytes) of what sums over replicas that
+    which is left of it.
     """
 
     gathered: int
@@ -182,22 +185,44 @@ class _UnitBytes:
 
 
 def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitBytes, microbatches: int) -> None:
-    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see the table of `Zero`.
-    zero = Zero(rank_model.zero)
-    axis, shards, _ = rank_model.sharded_over(unit.params[0])
-    gathers = microbatches if zero.reshard_between_microbatches else 1
-    reductions = microbatches if zero.reduce_every_microbatch else 1
-    again = (microbatches if unit.flows else int(unit.prefetched)) * unit.resharded
-    if shards > 1:
+    # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see `before_microbatch`.
+    row, experts = rank_model.shardings, unit.params[0].expert
+    gathers = microbatches if row.frees_parameters else 1
+    reductions = microbatches if row.reduces_every_microbatch else 1
+    again = (microbatches if unit.flows else int(unit.prefetched)) * unit.resharded * row.frees_parameters
+
+    def hops(level: Level) -> tuple[tuple[str, int], tuple[str, int]]:
+        """(axis, size) of what goes inside of the level, and of what goes outside of it once a step."""
+        inner: Level = row.states if level == "none" else level
+        return (
+            rank_model.axis(axes_between("none", inner, experts=experts)),
+            rank_model.axis(axes_between(inner, row.states, experts=experts)),
+        )
+
+    (axis, inner), (outer_axis, outer) = hops(row.parameters)
+    if outer > 1:
+        # The secondary copy: of all parts that the inner ranks share, this rank's.
+        log.add(
+            outer_axis,
+            "all_gather",
+            sizes.gathered // inner,
+            "secondary copies of parameters, forward",
+            module=unit.name,
+        )
+    if inner > 1:
         log.add(axis, "all_gather", sizes.gathered, "parameters, forward", gathers, module=unit.name)
-        times = again * zero.reshard_after_forward
-        log.add(axis, "all_gather", sizes.gathered, "parameters, backward", times, module=unit.name)
-        op = "reduce_scatter" if rank_model.resolved.strategy.data.reduce is None else "all_to_all"
+        log.add(axis, "all_gather", sizes.gathered, "parameters, backward", again, module=unit.name)
+    (axis, inner), (outer_axis, outer) = hops(row.gradients)
+    op = "reduce_scatter" if rank_model.resolved.strategy.data.reduce is None else "all_to_all"
+    if inner > 1:
         log.add(axis, op, sizes.reduced, "gradients, backward", reductions, module=unit.name)
-    if rank_model.spec.dp_replicate > 1:
+    if outer > 1:
+        log.add(outer_axis, op, sizes.reduced // inner, "sums of microbatches, backward", module=unit.name)
+    outside, copies = rank_model.axis(axes_outside(row.states, experts=experts))
+    if copies > 1:
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
         for op, size in sizes.replicas:
-            log.add("dp_replicate", op, size, "gradients, backward", module=unit.name)
+            log.add(outside, op, size, "gradients, backward", module=unit.name)
 
 
 def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitBytes:
@@ -207,7 +232,8 @@ def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitByt
     _, shards, _ = rank_model.sharded_over(params[0])
     policy, trained = rank_model.resolved.strategy.data, [param for param in params if param.trains]
     part = sum(_part(param, shards) * _reduced_dtype(rank_model, param).itemsize for param in trained)
-    parts, replicas = [_part(param, shards) for param in trained], rank_model.spec.dp_replicate
+    parts = [_part(param, shards) for param in trained]
+    _, replicas = rank_model.axis(axes_outside(rank_model.shardings.states, experts=params[0].expert))
     sent = [
         (_part(param, shards), torch.uint8 if param.fp8 else _gathered_dtype(rank_model, param)) for param in params
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
 
 from meshkit.mask import Mask
-from meshkit.parallel.data import Zero
 from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.shardings import axes_between
 from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.preflight.forecast._update import Update
@@ -192,10 +193,11 @@ def _sizes(
     resolved: Resolved, held: Mapping[str, tuple[int, int]], names: Sequence[str], owners: dict[str, str]
 ) -> dict[str, tuple[int, float]]:
     """Of each part (elements that this rank updates, bytes of its gradients that microbatches add up)."""
-    accumulates = not Zero(resolved.zero).reduce_every_microbatch
+    accumulates = not resolved.shardings.reduces_every_microbatch
     trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
-    shards = resolved.spec.dp_shard * resolved.spec.cp
+    states = axes_between("none", resolved.shardings.states)
+    shards = prod(getattr(resolved.spec, axis) for axis in states)
     for name, (kept, size) in held.items():
         if name not in trained:
             continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec
+from meshkit.mesh import DENSE_AXES, EXPERT_AXES, MeshSpec, axes_of
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight._arguments import coordinate_of, refuse_sizes, spec_of
 from meshkit.preflight._format import format_axes
@@ -109,7 +109,7 @@ class Page:
             names += [axis for axis in EXPERT_AXES if getattr(spec, axis) > 1 and axis not in DENSE_AXES]
         joined = {message.axis for rank_group in self.rank_groups for message in rank_group.explanation.messages}
         names += sorted(joined - set(names))
-        return {name: spec.groups(*parts_of(name)) for name in names}
+        return {name: spec.groups(*axes_of(name)) for name in names}
 
     @property
     def axes_text(self) -> str:
@@ -124,11 +124,6 @@ class Page:
     def is_complete(self) -> bool:
         """Whether every rank was explained."""
         return self.spec.world_size <= EACH
-
-
-def parts_of(axis: str) -> list[str]:
-    """`dp_shard_cp` as [dp_shard, cp]."""
-    return [name for name in dict.fromkeys(DENSE_AXES + EXPERT_AXES) if f"_{name}_" in f"_{axis}_"]
 
 
 def explain_page(

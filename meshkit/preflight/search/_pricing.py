@@ -253,7 +253,7 @@ class Pricing:
     def _gathered(self, strategy: Strategy, ep: int) -> Gathers:
         kinds, resolved = self._thin(strategy, ep)
         blocks, alike = list(kinds), Counter(kinds.values())
-        again = resolved.zero == 3 and len(self.program.trained) >= len(self.program.parameters)
+        again = resolved.shardings.frees_parameters and len(self.program.trained) >= len(self.program.parameters)
         prices = Prices(self.cluster, strategy.mesh_for())
         each: defaultdict[str, float] = defaultdict(float)
         once: defaultdict[str, float] = defaultdict(float)

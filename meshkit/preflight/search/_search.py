@@ -64,6 +64,11 @@ def search(
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     refuse_goal(goal, machine)
     base = fixed or Strategy()
+    if base.data.shards or (isinstance(base.mesh, MeshSpec) and base.mesh.dp_intra > 1):
+        raise PlanError(
+            "search compares ZeRO stages on meshes that tell no nodes apart, and the fixed strategy has nodes, or says by "
+            "DataPolicy over which ranks something is sharded. Leave it away, and compare such rows by forecast."
+        )
     asked = (space or Space()).fixed_by(base)
     pricing = Pricing(model, machine, batch, loss, goal)
     limit = None if limit_s is None else time.process_time() + limit_s

@@ -63,6 +63,8 @@ class Cell:
     gather: str = ""  # quantized wires, drawn by `draw_wired` alone
     reduce: str = ""
     feedback: bool = True
+    row: tuple[str, ...] = ()  # of the table of shardings, in place of zero, drawn by `draw_sharded` alone
+    resume_row: tuple[str, ...] = ()
 
     @property
     def spec(self) -> mk.MeshSpec:
@@ -85,7 +87,9 @@ class Cell:
             axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp") if getattr(spec, axis) > 1
         }
         zero = 1 if spec.pp > 1 else self.zero  # many microbatches are in flight between gathering and reducing
-        found |= {f"model: {self.model}", f"zero {zero}", self.precision}
+        found |= {f"model: {self.model}", self.precision} | ({"nodes"} if spec.dp_intra > 1 else set())
+        parts = ("parameters", "gradients", "states")
+        found |= {f"{part}: {level}" for part, level in zip(parts, self.row, strict=False)} or {f"zero {zero}"}
         found |= {"sequence"} if self.sequence and spec.tp > 1 else set()
         found |= {f"cp: {self.context}"} if spec.cp > 1 else set()
         found |= {f"pp: {self.schedule}"} if spec.pp > 1 else set()
@@ -111,7 +115,7 @@ class Cell:
         features = self.features()
         found = [refusal for refusal in REFUSALS if {refusal.one, refusal.other} <= features]
         if self.resume and self.resume != self.mesh:
-            told = {**vars(self), "mesh": self.resume, "schedule": "1f1b", "resume": ""}
+            told = {**vars(self), "mesh": self.resume, "schedule": "1f1b", "resume": "", "row": self.resume_row}
             found += Cell(**told).refusals()
         return found
 
@@ -282,6 +286,40 @@ def draw_wired(seed: int, ranks: int) -> Cell:
         if sends and not cell.refusals():
             feedback = not reduce or rng.random() < 0.75
             return replace(cell, gather=gather, reduce=reduce, feedback=feedback)
+
+
+def draw_sharded(seed: int, ranks: int) -> Cell:
+    """A cell with several levels of data ranks, over which parameters, gradients and states lie; none that is refused."""
+    rng = random.Random(f"sharded {seed} {ranks}")
+    while True:
+        cell = _draw(rng, ranks)
+        mesh = _nested(rng, cell.mesh)
+        other = mesh if cell.resume == cell.mesh else _nested(rng, cell.resume) if cell.resume else ""
+        spec = _parse(mesh)
+        sizes = {spec.dp_intra * spec.cp, spec.dp_shard * spec.cp, spec.dp_replicate * spec.dp_shard * spec.cp}
+        if len(sizes - {1}) > 1 and not cell.refusals():
+            row, after = _row(rng, mesh), _row(rng, other) if other else ()
+            return replace(cell, mesh=mesh, resume=other, row=row, resume_row=row if other == mesh else after)
+
+
+def _nested(rng: random.Random, mesh: str) -> str:
+    """With nodes in dp_shard, of some number of ranks that holds whole sets of experts."""
+    spec = _parse(mesh)
+    sizes = [
+        size
+        for size in range(2, spec.dp_shard)
+        if spec.dp_shard % size == 0 and size * spec.cp * spec.tp % (spec.ep * spec.etp) == 0
+    ]
+    return f"{mesh} dp_intra={rng.choice(sizes)}" if sizes else mesh
+
+
+def _row(rng: random.Random, mesh: str) -> tuple[str, ...]:
+    """One that the mesh has: with pp parameters and gradients stay whole."""
+    spec = _parse(mesh)
+    levels = ["none", *(["node"] if spec.dp_intra > 1 or spec.dp_shard == 1 else []), "all", "replicas"]
+    states = rng.randrange(1, len(levels))
+    most = 0 if spec.pp > 1 else states
+    return levels[rng.randint(0, most)], levels[rng.randint(0, most)], levels[states]
 
 
 def _draw(rng: random.Random, ranks: int) -> Cell:

@@ -137,7 +137,7 @@ def _resumed(cell: Cell) -> Cell:
     """The cell as it goes on: the same model on another mesh."""
     if cell.resume == cell.mesh:
         return cell
-    told = {**vars(cell), "mesh": cell.resume, "schedule": "1f1b", "resume": ""}
+    told = {**vars(cell), "mesh": cell.resume, "schedule": "1f1b", "resume": "", "row": cell.resume_row}
     return _WithLayers(**told, count=cell.layers)
 
 
@@ -168,7 +168,7 @@ def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None =
     return Strategy(
         plan=plan,
         memory=memory_of(cell),
-        zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
+        zero=None if mesh_for(cell.mesh).spec.pp > 1 or cell.row else cell.zero,
         sequence=cell.sequence,
         context=mk.strategy.ContextPolicy(scheme=cell.context),  # type: ignore[arg-type]
         experts=experts or ExpertPolicy(),
@@ -178,6 +178,7 @@ def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None =
             gather=cell.gather or None,  # type: ignore[arg-type]
             reduce=cell.reduce or None,  # type: ignore[arg-type]
             feedback=cell.feedback,
+            **dict(zip(("parameters", "gradients", "states"), cell.row, strict=False)),  # type: ignore[arg-type]
         ),
     )
 

@@ -7,7 +7,17 @@ import time
 
 import pytest
 
-from tests.laws.gate.cell import REFUSALS, Cell, Refusal, draw, draw_hybrid, draw_padded, draw_wired, smallest
+from tests.laws.gate.cell import (
+    REFUSALS,
+    Cell,
+    Refusal,
+    draw,
+    draw_hybrid,
+    draw_padded,
+    draw_sharded,
+    draw_wired,
+    smallest,
+)
 from tests.laws.gate.choose import covering
 from tests.laws.gate.verdict import verdict
 
@@ -15,6 +25,7 @@ CELLS = [draw(*seed) for seed in covering(200, among=3000)]
 PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padded, fewest=2)]
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
+SHARDED = [draw_sharded(*seed) for seed in covering(12, among=600, draw=draw_sharded, fewest=4)]
 # What the gate once found broken.
 REGRESSIONS = [
     Cell(model="transformers", mesh="dp_replicate=2", resume="dp_replicate=2", recompute="full", masked=True),
@@ -70,6 +81,11 @@ def test_every_law_holds_of_recurrent_mixers(cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", WIRED, ids=str)
 def test_every_law_holds_where_wires_are_quantized(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("cell", SHARDED, ids=str)
+def test_every_law_holds_where_parts_of_the_state_lie_on_different_ranks(cell: Cell) -> None:
     assert verdict(cell) == ""
 
 

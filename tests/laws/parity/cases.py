@@ -213,7 +213,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         mesh_for(cell.mesh),
         plan=plan_of(cell),
         memory=memory_of(cell),
-        zero=None if mesh_for(cell.mesh).spec.pp > 1 else cell.zero,
+        zero=None if mesh_for(cell.mesh).spec.pp > 1 or cell.data.shards else cell.zero,
         sequence=cell.sequence,
         compile=cell.compile or False,
         context=cell.context,
