@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from types import NoneType
 from typing import Any, NoReturn
@@ -406,6 +406,23 @@ def after_inference(module: nn.Module) -> None:
         if isinstance(child, FSDPModule):
             child.reshard()
     forget_copies(module)
+
+
+@contextmanager
+def abandoned_on_error(module: nn.Module) -> Iterator[None]:
+    """Around the microbatches of a step: an error in one frees what is gathered and drops gradients not reduced yet.
+
+    So a caller who catches it may go on: neither would what it gathered be read once parameters are written (a checkpoint is
+    loaded), nor would its gradients be in the next step. Gradients of shards stay until `zero_grad`. No-op if not sharded.
+    """
+    try:
+        yield
+    except BaseException:
+        if isinstance(module, FSDPModule):
+            with suppress(RuntimeError):  # of a device that answers nothing any more: the first error is the one to see
+                _torch.abandon_step(module)
+            forget_copies(module)
+        raise
 
 
 @contextmanager

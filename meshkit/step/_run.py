@@ -28,7 +28,13 @@ from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
 from meshkit.parallel.context import context_of, split_batch
-from meshkit.parallel.data import after_inference, before_microbatch, normalises_by_rows, reduce_whole
+from meshkit.parallel.data import (
+    abandoned_on_error,
+    after_inference,
+    before_microbatch,
+    normalises_by_rows,
+    reduce_whole,
+)
 from meshkit.parallel.expert import note_counts, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
 from meshkit.parallel.old_parameters import OldParameters
@@ -189,12 +195,13 @@ class Run:
         repeated: tuple[dict[str, Any], float] | None = None
         if self.pipeline is not None:
             parts = list(self._parts_of_step(batch, microbatches, mask))
-            with self._explained():
+            with abandoned_on_error(self.model), self._explained():
                 around = self.watcher.around if self.watcher is not None else None
                 total, reports = self.pipeline.backward(parts, loss, tokens, around)
             repeated = None if to_repeat is None else parts[to_repeat]
         else:
-            with shared_scales(self.model) if self.resolved.fp8 else nullcontext():
+            scales = shared_scales(self.model) if self.resolved.fp8 else nullcontext()
+            with abandoned_on_error(self.model), scales:
                 for index, (part, weight) in enumerate(self._parts_of_step(batch, microbatches, mask)):
                     with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
                         last = index == microbatches - 1

@@ -28,6 +28,7 @@ from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
 from .dtensor import shard_object as shard_object
+from .fsdp import abandon_step as abandon_step
 from .fsdp import after_unit_backwards as after_unit_backwards
 from .fsdp import allow_integer_parameters as allow_integer_parameters
 from .fsdp import around_fsdp as around_fsdp

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -128,6 +129,44 @@ def reduce_deferred_gradients(module: FSDPModule) -> None:
                     param.to_accumulated_grad_if_needed()
             state._fsdp_param_group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def abandon_step(module: FSDPModule) -> None:
+    """After an error in a forward or backward: free gathered parameters, and forget gradients that are not reduced yet.
+
+    Gradients of shards stay. Nothing is sent.
+    Private: for 2.11, where FSDP keeps what lives from one hook to the next, and those gradients. 2.15 has reset_iter_state,
+    which is public and takes gradients of shards too. Checked: 2.11, 2.15. Replaced by: reset_iter_state, where only 2.15 is.
+    """
+    find_units(module)
+    root = module._get_fsdp_state()
+    states = root._state_ctx.all_states
+    shards = [param.sharded_param for state in states for group in _groups_of(state) for param in group.fsdp_params]
+    grads = [shard.grad for shard in shards]
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    else:
+        root._state_ctx.iter_forward_root = None
+        root._state_ctx.post_backward_final_callback_queued = False
+        comms: Any = root._comm_ctx
+        comms.post_forward_order.clear()
+        if comms.reduce_scatter_state is not None:
+            root._device_handle.current_stream().wait_event(comms.reduce_scatter_state.event)
+            comms.reduce_scatter_state = None
+        for state in states:
+            state._training_state = TrainingState.IDLE
+            for group in _groups_of(state):
+                group._training_state = TrainingState.IDLE
+                group.finalize_backward()
+                group._partial_reduce_output = None
+                group._to_sharded()
+                params: list[Any] = group.fsdp_params
+                for param in params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+    for shard, grad in zip(shards, grads, strict=True):
+        shard.grad = grad
 
 
 @contextmanager
