@@ -117,7 +117,7 @@ class Resolved:
 
     @property
     def pace(self) -> Pace:
-        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for rows as zero=1, and experts
+        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1 and its kin;
         trade tokens; stages of pp wait for microbatches, which should take equally long."""
         if self.spec.pp > 1:
             return "pipeline"
