@@ -117,11 +117,12 @@ class Resolved:
 
     @property
     def pace(self) -> Pace:
-        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1, and experts
+        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1 and its kin;
         trade tokens; stages of pp wait for microbatches, which should take equally long."""
         if self.spec.pp > 1:
             return "pipeline"
-        return "step" if self.zero == 1 and not self.experts else "microbatch"
+        waits = self.shardings.frees_parameters or self.shardings.reduces_every_microbatch or bool(self.experts)
+        return "microbatch" if waits else "step"
 
     @property
     def sequence_multiple(self) -> int:

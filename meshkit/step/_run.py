@@ -27,7 +27,6 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
-from meshkit.parallel.context import context_of, split_batch
 from meshkit.parallel.data import (
     abandoned_on_error,
     after_inference,
@@ -48,8 +47,8 @@ from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
+from meshkit.step._microbatches import split, split_step
 from meshkit.step._new_losses import NewLosses
-from meshkit.step._rows import refuse_microbatches, refuse_odd_rows, spare_row, split_rows
 from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
 
@@ -193,16 +192,18 @@ class Run:
         reports: list[tuple[Collected, float]] = []  # of routers, with the weight of each microbatch
         to_repeat = self.watcher.begin(microbatches) if self.watcher is not None else None
         repeated: tuple[dict[str, Any], float] | None = None
+        device, pace = self.mesh.device, self.resolved.pace
+        parts = split_step(self.model, batch, microbatches, mask, device=device, pace=pace)
         if self.pipeline is not None:
-            parts = list(self._parts_of_step(batch, microbatches, mask))
+            all_parts = list(parts)
             with abandoned_on_error(self.model), self._explained():
                 around = self.watcher.around if self.watcher is not None else None
-                total, reports = self.pipeline.backward(parts, loss, tokens, around)
-            repeated = None if to_repeat is None else parts[to_repeat]
+                total, reports = self.pipeline.backward(all_parts, loss, tokens, around)
+            repeated = None if to_repeat is None else all_parts[to_repeat]
         else:
             scales = shared_scales(self.model) if self.resolved.fp8 else nullcontext()
             with abandoned_on_error(self.model), scales:
-                for index, (part, weight) in enumerate(self._parts_of_step(batch, microbatches, mask)):
+                for index, (part, weight) in enumerate(parts):
                     with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
                         last = index == microbatches - 1
                         part_loss, collected = self._backward(part, weight, tokens, loss, first=not index, last=last)
@@ -279,7 +280,7 @@ class Run:
         microbatches: None in an evaluation.
         """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
-        counted = self._to_device(count(batch))
+        counted = to_device(count(batch), self.mesh.device)
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
@@ -505,59 +506,9 @@ class Run:
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """(microbatch with this rank's tokens on its device, weight of its loss) for each microbatch.
 
-        A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows].
+        A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows] in step/_microbatches.
         """
-        # [Note: microbatches without rows]
-        # A rank with fewer rows than microbatches must still take part in every collective of the others' forwards and
-        # backwards, and many models cannot run on no rows. So it runs a row whose loss has the weight 0: gradients are zeros.
-        # All of it is 0, so that what a loss counts beside sees nothing. But in a batch without `input_ids` floats are those
-        # of the rank's first row, or random on a rank that has none: of zeros features a model may make NaN (x / x.norm()),
-        # and NaN times 0 is.
-        refuse_odd_rows(batch, mask)
-        first = 0
-        for part in split_rows(batch, microbatches):
-            rows = min((tensor.shape[0] for tensor in part.values()), default=0)
-            masks, first = mask if isinstance(mask, Mask | None) else mask[first : first + rows], first + rows
-            if not rows:
-                part = {name: spare_row(name, tensor, batch) for name, tensor in batch.items()}
-                if not isinstance(mask, Mask | None):
-                    ids = part.get("input_ids")  # a user's loss may read other tensors instead
-                    # No token sees another, as position_ids of zeros say too.
-                    masks = mask[:1] if ids is None else [Mask.documents([1] * ids.shape[1])]
-            joined = masks if isinstance(masks, Mask | None) else Mask.joined(masks) if masks else None
-            yield (
-                {name: self._to_device(value) for name, value in self._local_tokens(part, joined).items()},
-                float(rows > 0),
-            )
-
-    def _parts_of_step(
-        self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
-    ) -> Iterator[tuple[dict[str, Any], float]]:
-        """As `parts`; with dynamic groups of context parallelism the documents of the whole step are shared out anew."""
-        context = context_of(self.model)
-        if context is None or context.costs is None or "input_ids" not in batch:
-            yield from self.parts(batch, microbatches, mask)
-            return
-        refuse_odd_rows(batch, mask)
-        refuse_microbatches(microbatches)
-        joined = mask if isinstance(mask, Mask | None) else Mask.joined(mask) if mask else None
-        for part in context.split_step(batch, microbatches, joined, pace=self.resolved.pace):
-            weight = float(part is not None)
-            if part is None:
-                tokens = min(context.axis.size(), batch["input_ids"].shape[1])  # one for each rank
-                spare = {name: spare_row(name, tensor, batch)[:, :tokens] for name, tensor in batch.items()}
-                part = self._local_tokens(spare, Mask.documents([1] * tokens))
-            yield {name: self._to_device(value) for name, value in part.items()}, weight
-
-    def _local_tokens(self, part: Batch, mask: Mask | None) -> dict[str, Any]:
-        """This rank's tokens of the part.
-
-        Before it moves to the device: so a batch on the host is split there, and only this rank's tokens are copied.
-        """
-        return split_batch(self.model, part, mask=mask)
-
-    def _to_device(self, value: Any) -> Any:
-        return to_device(value, self.mesh.device) if isinstance(value, Tensor) else value
+        return split(self.model, batch, microbatches, mask, device=self.mesh.device)
 
 
 def _name(function: Any) -> str:

@@ -134,6 +134,7 @@ class Context:
             pace=pace,
             window=self.window,
         )
+        assert self.plan.microbatches == microbatches, "FSDP reduces gradients after the last of them"
         tensors = dict(batch)
         if "position_ids" not in tensors:
             tensors["position_ids"] = torch.arange(tokens, device=batch["input_ids"].device).expand(rows, tokens)

@@ -61,8 +61,9 @@ def plan_lengths(
         capacity = ceil(mean) if tokens_per_rank is None else most
         units = bytescale(lengths, areas, ranks=ranks, costs=costs, tokens_per_rank=capacity)
         placed, needed = (None, 0) if units is None else units
-        if tokens_per_rank is None:
-            microbatches = max(microbatches, needed)
+        if placed is not None and tokens_per_rank is None and needed > microbatches:
+            # What runs is so many microbatches and no more; without a limit units of several join in one.
+            placed = [(turn * microbatches // needed, shares) for turn, shares in placed]
         elif needed > microbatches:
             raise DataError(
                 f"groups='bytescale': this step needs microbatches={needed}, but has {microbatches}. Give so many, or more "

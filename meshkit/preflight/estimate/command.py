@@ -110,10 +110,10 @@ def parse_bytes(text: str, *, flag: str = "--device-memory", least: int = 0) -> 
     if match is None or not is_number or match[2].upper() not in units:
         raise PlanError(f"{flag} {text[:40]}: not a number of bytes. Write, for example, 80GiB.")
     size = int(float(match[1]) * units[match[2].upper()])
-    if not match[2] and size < 2**20:
-        raise PlanError(f"{flag} {text[:40]}: that is {size} bytes. Say the unit, as {match[1]}GiB.")
     if size < least:
         raise PlanError(f"{flag} {text[:40]}: needs at least {least} B.")
+    if not match[2] and size < 2**20:
+        raise PlanError(f"{flag} {text[:40]}: that is {size} bytes. Say the unit, as {match[1]}GiB.")
     return size
 
 

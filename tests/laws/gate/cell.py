@@ -13,6 +13,7 @@ MODELS = ("dense", "tied", "qwen", "window", "moe", "mla", "mlp", "transformers"
 MIXERS = ("delta", "mamba2")  # drawn by `draw_hybrid` alone, so that a seed draws what it drew
 ROUTED = ("moe", "mla")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo", "auto")
+GROUPS = ("by_length", "flexsp", "bytescale", "zeppelin")
 SPLITS_BACKWARD = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "auto")
 
 # What is drawn whatever the model and the mesh are. The first is the plain choice.
@@ -48,6 +49,7 @@ class Cell:
     sizes: str = "even"
     sequence: bool = False
     context: str = "auto"
+    groups: str = "fixed"  # of cp; others are drawn by `draw_grouped` alone
     zero: int = 3
     recompute: str = "none"
     offload: str = "none"
@@ -91,7 +93,7 @@ class Cell:
         parts = ("parameters", "gradients", "states")
         found |= {f"{part}: {level}" for part, level in zip(parts, self.row, strict=False)} or {f"zero {zero}"}
         found |= {"sequence"} if self.sequence and spec.tp > 1 else set()
-        found |= {f"cp: {self.context}"} if spec.cp > 1 else set()
+        found |= {f"cp: {self.context if self.groups == 'fixed' else self.groups}"} if spec.cp > 1 else set()
         found |= {f"pp: {self.schedule}"} if spec.pp > 1 else set()
         found |= {f"recompute: {self.recompute}"} if self.recompute != "none" else set()
         found |= {f"offload: {self.offload}"} if self.offload != "none" else set()
@@ -286,6 +288,16 @@ def draw_wired(seed: int, ranks: int) -> Cell:
         if sends and not cell.refusals():
             feedback = not reduce or rng.random() < 0.75
             return replace(cell, gather=gather, reduce=reduce, feedback=feedback)
+
+
+def draw_grouped(seed: int, ranks: int) -> Cell:
+    """A cell on cp whose documents are shared out by their lengths; none that is refused."""
+    rng = random.Random(f"grouped {seed} {ranks}")
+    while True:
+        cell = replace(_draw(rng, ranks), context="auto", groups=rng.choice(GROUPS))
+        # The attention of "mlp" follows no documents, so it is refused.
+        if cell.spec.cp > 1 and cell.model != "mlp" and not cell.refusals():
+            return replace(cell, packing=rng.random() < 0.8)
 
 
 def draw_sharded(seed: int, ranks: int) -> Cell:

@@ -170,7 +170,7 @@ def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None =
         memory=memory_of(cell),
         zero=None if mesh_for(cell.mesh).spec.pp > 1 or cell.row else cell.zero,
         sequence=cell.sequence,
-        context=mk.strategy.ContextPolicy(scheme=cell.context),  # type: ignore[arg-type]
+        context=mk.strategy.ContextPolicy(scheme=cell.context, groups=cell.groups),  # type: ignore[arg-type]
         experts=experts or ExpertPolicy(),
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
         microbatches=cell.microbatches,

@@ -12,6 +12,7 @@ from tests.laws.gate.cell import (
     Cell,
     Refusal,
     draw,
+    draw_grouped,
     draw_hybrid,
     draw_padded,
     draw_sharded,
@@ -25,6 +26,7 @@ CELLS = [draw(*seed) for seed in covering(200, among=3000)]
 PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padded, fewest=2)]
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
+GROUPED = [draw_grouped(*seed) for seed in covering(8, among=600, draw=draw_grouped, fewest=2)]
 SHARDED = [draw_sharded(*seed) for seed in covering(12, among=600, draw=draw_sharded, fewest=4)]
 # What the gate once found broken.
 REGRESSIONS = [
@@ -81,6 +83,11 @@ def test_every_law_holds_of_recurrent_mixers(cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", WIRED, ids=str)
 def test_every_law_holds_where_wires_are_quantized(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.parametrize("cell", GROUPED, ids=str)
+def test_every_law_holds_where_documents_are_shared_out_by_their_lengths(cell: Cell) -> None:
     assert verdict(cell) == ""
 
 

@@ -60,6 +60,7 @@ def test_every_token_is_computed_once_and_counts_are_those_of_the_masks(
     plan = plan_lengths(
         Documents.causal(lengths), ranks=ranks, costs=costs, microbatches=microbatches, pace=pace, rule=rule
     )
+    assert plan.microbatches == microbatches
     tokens = np.zeros((plan.microbatches, ranks))
     keys = np.zeros((plan.microbatches, ranks))
     computed = [np.zeros(length, dtype=int) for length in lengths]
