@@ -535,7 +535,8 @@ class Run:
         refuse_microbatches(microbatches)
         joined = mask if isinstance(mask, Mask | None) else Mask.joined(mask) if mask else None
         for part in context.split_step(batch, microbatches, joined, pace=self.resolved.pace):
-            weight = float(part is not None)
+            # A rank without documents runs a token of padding, which routers would count and balance.
+            weight = float(part is not None and not part["mask"].only_padding)
             if part is None:
                 tokens = min(context.axis.size(), batch["input_ids"].shape[1])  # one for each rank
                 spare = {name: spare_row(name, tensor, batch)[:, :tokens] for name, tensor in batch.items()}
