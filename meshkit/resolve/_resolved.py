@@ -117,8 +117,8 @@ class Resolved:
 
     @property
     def pace(self) -> Pace:
-        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for zero=1 and its kin;
-        trade tokens; stages of pp wait for microbatches, which should take equally long."""
+        """When ranks of cp wait for each other: FSDP gathers or reduces in every microbatch, but for rows as zero=1, and
+        experts trade tokens; stages of pp wait for microbatches, which should take equally long."""
         if self.spec.pp > 1:
             return "pipeline"
         waits = self.shardings.frees_parameters or self.shardings.reduces_every_microbatch or bool(self.experts)

@@ -60,7 +60,8 @@ def split_step(
     refuse_odd_rows(batch, mask)
     refuse_microbatches(microbatches)
     for part in context.split_step(batch, microbatches, _joined(mask), pace=pace):
-        weight = float(part is not None)
+        # A rank without documents runs a token of padding, which routers would count and balance.
+        weight = float(part is not None and not part["mask"].only_padding)
         if part is None:
             tokens = min(context.axis.size(), batch["input_ids"].shape[1])  # one for each rank
             spare = {name: spare_row(name, tensor, batch)[:, :tokens] for name, tensor in batch.items()}

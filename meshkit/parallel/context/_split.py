@@ -299,6 +299,11 @@ class SplitMask:
         self._halos = {width: halo_of(self.layout, self.rank, width).received for width in widths}
 
     @property
+    def only_padding(self) -> bool:
+        """Whether this rank has no token of the batch."""
+        return not self.layout.runs[self.rank]
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of a row of the batch, on all ranks together."""
         return self.layout.mask.tokens // (self.rows or 1)

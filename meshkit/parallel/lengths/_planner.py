@@ -16,6 +16,8 @@ from meshkit.parallel.lengths._plan import LengthPlan, Numbers, Pace, Placed
 from meshkit.parallel.lengths._rules import bytescale, flexsp, zeppelin
 from meshkit.strategy import Rule
 
+GROWTH = 1.1  # of ByteScale's capacity where none is given, until its units fit
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -56,15 +58,16 @@ def plan_lengths(
         _refuse(documents, ranks, microbatches, tokens_per_rank)
     placed: Placed | None
     if rule == "bytescale":
-        # Without a limit a unit is what a rank has on average.
+        # Without a limit a unit is what a rank has on average, or as little more as the microbatches allow: all ranks run as
+        # many as were asked for, and other data ranks and the end of the step count them.
         mean = max(lengths.sum() / (ranks * microbatches), lengths.max(initial=1) / ranks)
         capacity = ceil(mean) if tokens_per_rank is None else most
         units = bytescale(lengths, areas, ranks=ranks, costs=costs, tokens_per_rank=capacity)
+        while tokens_per_rank is None and units is not None and units[1] > microbatches:
+            capacity = ceil(capacity * GROWTH)
+            units = bytescale(lengths, areas, ranks=ranks, costs=costs, tokens_per_rank=capacity)
         placed, needed = (None, 0) if units is None else units
-        if placed is not None and tokens_per_rank is None and needed > microbatches:
-            # What runs is so many microbatches and no more; without a limit units of several join in one.
-            placed = [(turn * microbatches // needed, shares) for turn, shares in placed]
-        elif needed > microbatches:
+        if needed > microbatches:
             raise DataError(
                 f"groups='bytescale': this step needs microbatches={needed}, but has {microbatches}. Give so many, or more "
                 "tokens_per_rank."

@@ -10,7 +10,7 @@ import meshkit as mk
 from meshkit.errors import DataError, PlanError
 from meshkit.parallel.context import context_of
 from meshkit.strategy import ContextPolicy
-from tests.laws.parity.cases import Cell, build, mesh_for
+from tests.laws.parity.cases import Cell, Moe, build, mesh_for
 from tests.laws.parity.test_parity import check
 from tests.tiny import tiny_config
 from tests.world import pool
@@ -26,6 +26,10 @@ CELLS = [
     (4, "cp=2 tp=2", {"groups": "by_length"}, {"sequence": True, "microbatches": 2}),
     (4, "dp_shard=2 cp=2", {"groups": "by_length"}, {"microbatches": 2, "window": 5}),
     (4, "pp=2 cp=2", {"groups": "by_length"}, {"microbatches": 4, "zero": 1}),
+    # Some ranks have no document in a microbatch; what their routers report is of no token.
+    (4, "cp=4 ep=2", {"groups": "by_length"}, {"microbatches": 4, "moe": Moe(z=0.1, bias=True)}),
+    # Without a limit its units are made to fit; data ranks have other documents, and must run as many microbatches.
+    (4, "dp_shard=2 cp=2", {"groups": "bytescale"}, {"microbatches": 2, "zero": 1}),
 ]
 
 

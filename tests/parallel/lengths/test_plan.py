@@ -193,6 +193,20 @@ def test_bytescale_gives_a_document_a_rank_for_each_capacity_of_tokens() -> None
     assert [len(shares) for shares in plan.shares] == [5, 1, 1, 1, 1]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 4),
+)
+def test_a_rule_without_a_limit_takes_as_many_microbatches_as_there_are(
+    lengths: list[int], ranks: int, microbatches: int
+) -> None:
+    for rule in RULES:
+        documents = Documents.causal(lengths)
+        plan = plan_lengths(documents, ranks=ranks, costs=LLAMA, microbatches=microbatches, rule=rule)
+        assert plan.microbatches == microbatches and max(plan.microbatch_of) < microbatches
+
+
 def test_zeppelin_fills_nodes_with_documents_longer_than_a_nodes_part() -> None:
     plan = plan_lengths(
         Documents.causal([300, 90, 5, 5]), ranks=8, costs=LengthCosts(pair_s=1.0, token_s=1.0, node=4), rule="zeppelin"
