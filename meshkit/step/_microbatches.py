@@ -59,7 +59,8 @@ def split_step(
         return
     refuse_odd_rows(batch, mask)
     refuse_microbatches(microbatches)
-    for part in context.split_step(batch, microbatches, _joined(mask), pace=pace):
+    parts: Iterator[dict[str, Any] | None] = context.split_step(batch, microbatches, _joined(mask), pace=pace)
+    for part in parts:
         # A rank without documents runs a token of padding, which routers would count and balance.
         weight = float(part is not None and not part["mask"].only_padding)
         if part is None:
