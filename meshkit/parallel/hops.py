@@ -36,7 +36,7 @@ def gather_in_hops(unit: nn.Module, hops: Hops, *, gather: Gather | None, frees:
     Memory: inside of a step, see `begin_step`, of each unit a part of 1/inner in the dtype that is gathered.
     """
     assert isinstance(unit, FSDPModule)
-    found = unit.__dict__[_GATHER] = _Gather(hops, gather or dist.all_gather_into_tensor, frees=frees)
+    found = unit.__dict__[_GATHER] = _Gather(unit, hops, gather or dist.all_gather_into_tensor, frees=frees)
     unit.set_custom_all_gather(found)  # type: ignore[arg-type]  # its base class is private
     _torch.after_unit_backwards(unit, found.backward_is_over)
 
@@ -70,20 +70,33 @@ def forget_copies(module: nn.Module) -> None:
             gather.end()
 
 
-class _Allocates:
+class UnitCollective:
+    """A gather or a reduction of an FSDP unit, whose parameters are known when FSDP has found its units."""
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self._unit = unit
+        self._parameters: list[_torch.UnitParameter] | None = None
+
+    @property
+    def parameters(self) -> list[_torch.UnitParameter]:
+        if self._parameters is None:
+            self._parameters = _torch.unit_parameters(self._unit)
+        return self._parameters
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP's buffers, as it makes them itself."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Allocates):
+class _Gather(UnitCollective):
     # [Note: the secondary copy]
     # It is a copy of shards, so it must not outlive them: it is made in a step's first gather of the unit and freed after
     # the last backward, before an optimizer can write. Outside of a step, as in an evaluation, nothing is kept, and each
     # gather takes both hops. FSDP gathers on a stream of its own where its hooks do, on the current one where a module is
     # gathered by a call: so who reads the copy waits for who wrote it (DeepSpeed's had no such wait: issue 5059, losses
     # of zero). Events of FSDP's own order them too in all that tests run; they are not promised.
-    def __init__(self, hops: Hops, gather: Gather, *, frees: bool) -> None:
+    def __init__(self, unit: FSDPModule, hops: Hops, gather: Gather, *, frees: bool) -> None:
+        super().__init__(unit)
         self._hops, self._gather, self._frees = hops, gather, frees
         self._in_step = self._last = False
         self._copy: Tensor | None = None
@@ -127,15 +140,14 @@ class _Gather(_Allocates):
         output_tensor.view(outer, inner, -1).copy_(ordered)
 
 
-class _Reduction(_Allocates):
+class _Reduction(UnitCollective):
     """The sums of a unit's gradients over the inner group, by the place of the parameter in the unit."""
 
     def __init__(self, unit: FSDPModule, hops: Hops) -> None:
-        self._unit, self._hops = unit, hops
+        super().__init__(unit)
+        self._hops = hops
         self._last, self._places = True, list[int]()
         self._sums: dict[int, Tensor] = {}  # [outer x elements of a part]
-        self._sizes: list[int] | None = None
-        self._names: list[str] = []
 
     def begin(self, *, first: bool, last: bool) -> None:
         if first:
@@ -148,16 +160,8 @@ class _Reduction(_Allocates):
 
     def missing(self, params: list[_torch.BeforeReduction]) -> list[bool]:
         """Parameters that earlier microbatches used and the last one did not: zeros carry their sums on."""
-        self._know()
-        waiting = {self._names[place] for place in self._sums} if self._last else set[str]()
+        waiting = {self.parameters[place].name for place in self._sums} if self._last else set[str]()
         return [param.lacks and param.name in waiting for param in params]
-
-    def _know(self) -> list[int]:
-        if self._sizes is None:
-            parameters = _torch.unit_parameters(self._unit)
-            self._sizes = [prod(each.part) for each in parameters]
-            self._names = [each.name for each in parameters]
-        return self._sizes
 
     def __call__(
         self,
@@ -176,7 +180,7 @@ class _Reduction(_Allocates):
             summed = sent.new_empty(outer, output_tensor.numel())
             dist.reduce_scatter_tensor(summed.view(-1), sent, op=op, group=self._hops.inner)
         summed = summed.reshape(outer, -1)
-        sizes = [self._know()[place] for place in self._places]
+        sizes = [prod(self.parameters[place].part) for place in self._places]
         for place, part in zip(self._places, summed.split(sizes, dim=1), strict=True):
             if self._last and place in self._sums:
                 part += self._sums.pop(place)

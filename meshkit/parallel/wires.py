@@ -29,7 +29,7 @@ from meshkit.core.block_quantization import (
     whole_blocks,
 )
 from meshkit.core.sharding import local_tensor
-from meshkit.parallel.hops import gather_in_hops
+from meshkit.parallel.hops import UnitCollective, gather_in_hops
 from meshkit.parallel.shardings import Hops
 from meshkit.strategy import DataPolicy
 
@@ -126,25 +126,7 @@ def _with_errors(module: nn.Module) -> list[_Reduction]:
     return [unit.__dict__[_ERRORS] for unit in module.modules() if _ERRORS in unit.__dict__]
 
 
-class _Unit:
-    """The parameters of a unit, known when FSDP has found its units."""
-
-    def __init__(self, unit: FSDPModule) -> None:
-        self._unit = unit
-        self._parameters: list[_torch.UnitParameter] | None = None
-
-    @property
-    def parameters(self) -> list[_torch.UnitParameter]:
-        if self._parameters is None:
-            self._parameters = _torch.unit_parameters(self._unit)
-        return self._parameters
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP's buffers, as it makes them itself."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Unit):
+class _Gather(UnitCollective):
     """An all-gather of quantized blocks. This rank's own part is rounded too: all ranks compute with the same values."""
 
     def __init__(self, unit: FSDPModule, wire: BlockWire) -> None:
@@ -192,7 +174,7 @@ class _Gather(_Unit):
                 out.copy_(next(real_parts))
 
 
-class _Reduction(_Unit):
+class _Reduction(UnitCollective):
     """A reduce-scatter of quantized blocks: an all-to-all, and a sum in fp32 at least, in the order of the ranks.
 
     Each gradient is rounded once, however many ranks there are, where a ring would round once a hop. Replicas sum what came

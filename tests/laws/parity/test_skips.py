@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
-from meshkit.errors import PlanError
+from meshkit.errors import MeshkitError, PlanError
+from meshkit.faults import CorruptionGuard
 from meshkit.models.llama import LLAMA_PLAN, Decoder
 from meshkit.moe.aux_loss import Collected, collect, update_bias
 from meshkit.parallel.pipeline import Schedule, Times, check, pipeline_of
@@ -281,8 +282,33 @@ def checked(table: Schedule) -> str:
     return ""
 
 
-def test_check_and_search_and_replays_refuse_tables_that_skip() -> None:
+def test_check_refuses_tables_that_skip() -> None:
     assert all(
         "the schedule 'skip-pipe' skip stages, and one device runs all" in text
         for text in pool(4).run(checked, skip_pipe(4, 2))
     )
+
+
+def replayed(table: Schedule) -> str:
+    cell = Cell(mesh="pp=4", layers=4, schedule=table)
+    run = start(cell)
+    with CorruptionGuard(run, mk.adamw(run, lr=1e-3), replay_every=1):
+        try:
+            run.forward_backward(own_rows(batches(cell)[0], run.mesh), microbatches=2)
+        except MeshkitError as error:
+            return str(error)
+    return ""
+
+
+def test_replays_refuse_tables_that_skip() -> None:
+    for text in pool(4).run(replayed, skip_pipe(4, 2)):
+        assert "a microbatch of the schedule 'skip-pipe' skips stages" in text
+
+
+def test_a_search_refuses_tables_that_skip() -> None:
+    model = build(Cell(mesh="pp=4", layers=4)).float().to("meta")
+    space = mk.Space(pp=(4,), tp=(1,), microbatches=(2,), schedule=(skip_pipe(4, 2),), recompute=("none",))
+    batch, fixed = mk.Batch(sequences=2, seq_len=16), mk.Strategy(plan=LLAMA_PLAN)
+    found = mk.search(model, "h100", batch, world=4, space=space, fixed=fixed)
+    assert found.winner is None
+    assert "search: microbatches of the schedule 'skip-pipe' skip stages" in str(found)
