@@ -157,7 +157,8 @@ def test_a_spare_takes_the_rank_of_a_process_that_is_gone_with_its_supervisor(tm
     assert [status for status, _ in ended] == [0, -signal.SIGKILL, 0], ended
     assert "all ranks start anew, 1 of 3." in ended[0][1]
     starts = [each for each in lines(struck) if each.word == "start"]
-    assert [each.life for each in starts] == [0, 1] and starts[1].step >= 4
+    assert [each.life for each in starts] == [0, 1]
+    assert starts[1].step >= 3  # the copies of the step that was just ended may not have come to their neighbours
     status, output = finish(start(whole, 2, mesh="dp_shard=2", steps=STEPS, restarts="0"))
     assert status == 0, output
     assert states(struck, 2) == states(whole, 2)
