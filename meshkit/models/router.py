@@ -70,7 +70,7 @@ class Router(nn.Module):
     Reports counts and auxiliary losses to `meshkit.moe.aux_loss.collect`. They are computed whether or not someone
     collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
-    `balance_loss`.
+    `balance_loss`. real_tokens: says which of T tokens [T] are no padding; None is all.
     """
 
     e_score_correction_bias: Tensor | None
@@ -88,6 +88,7 @@ class Router(nn.Module):
             "last_counts", torch.zeros(config.experts, dtype=torch.int64) if counts_last_step else None
         )
         self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
+        self.real_tokens: Callable[[Tensor], Tensor] | None = None
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
@@ -104,7 +105,7 @@ class Router(nn.Module):
         if self.config.normalise:
             # 1e-20 as in DeepSeek's code: sigmoids of all chosen experts may round to 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
-        self._report(logits_NE, scores_NE.view_as(logits_BTE), experts_NK)
+        self._report(logits_BTE, scores_NE.view_as(logits_BTE), experts_NK)
         return Routing(experts_NK, weights_NK * self.config.scale)
 
     def _choose(self, ranked_NE: Tensor) -> Tensor:
@@ -126,12 +127,16 @@ class Router(nn.Module):
             ranked_NE = rearrange(open_NGe, "n g e -> n (g e)")
         return ranked_NE.topk(self.config.chosen, dim=-1).indices
 
-    def _report(self, logits_NE: Tensor, scores_BTE: Tensor, experts_NK: Tensor) -> None:
+    def _report(self, logits_BTE: Tensor, scores_BTE: Tensor, experts_NK: Tensor) -> None:
         if being_read():
             return  # losses are no part of what the model returns
         losses: dict[str, Tensor] = {}
-        rows, tokens, _ = scores_BTE.shape
-        counts_BE = count_experts(experts_NK.reshape(rows, tokens * self.config.chosen), self.config.experts)
+        rows, tokens, experts = scores_BTE.shape
+        experts_BTK = experts_NK.view(rows, tokens, self.config.chosen)
+        real_T1 = None if self.real_tokens is None else self.real_tokens(scores_BTE).unsqueeze(-1)
+        if real_T1 is not None:
+            experts_BTK = experts_BTK.masked_fill(~real_T1, experts)  # which is no expert
+        counts_BE = count_experts(rearrange(experts_BTK, "b t k -> b (t k)"), experts)
         wanted = self.config.losses
         if wanted.balance:
             probabilities_BTE = scores_BTE
@@ -139,13 +144,15 @@ class Router(nn.Module):
                 # Sigmoids do not add up to 1, and the balance loss is defined on shares: DeepSeek-V3 2024, equation
                 # 19.
                 probabilities_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
+            if real_T1 is not None:
+                probabilities_BTE = probabilities_BTE * real_T1
             counts_RE, sums_RE = counts_BE, probabilities_BTE.sum(1)
             if wanted.per != "sequence":
                 counts_RE, sums_RE = counts_RE.sum(0, keepdim=True), sums_RE.sum(0, keepdim=True)
             counts_RE = self.reduce_counts(counts_RE) if self.last_counts is None else self.last_counts.unsqueeze(0)
             losses["balance"] = wanted.balance * balance_loss(counts_RE, sums_RE)
         if wanted.z:
-            losses["z"] = wanted.z * z_loss(logits_NE)
+            losses["z"] = wanted.z * z_loss(logits_BTE, real_T1)
         report(self, counts_BE.sum(0), losses)
 
 

@@ -138,9 +138,13 @@ def balance_loss(counts_RE: Tensor, sums_RE: Tensor) -> Tensor:
     return counts_RE.shape[-1] * (counts_RE / chosen_R1 * sums_RE).sum()
 
 
-def z_loss(logits_NE: Tensor) -> Tensor:
-    """The sum over tokens of logsumexp(logits)^2, which keeps logits small. Source: Zoph et al. 2022, section 3.2."""
-    return logits_NE.logsumexp(-1).square().sum()
+def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """The sum over tokens of logsumexp(logits)^2, which keeps logits small. Source: Zoph et al. 2022, section 3.2.
+
+    logits: [..., E]. real: bool, broadcast to [..., 1]: the tokens that take part; default: all.
+    """
+    squares = logits.logsumexp(-1, keepdim=True).square()
+    return squares.sum() if real is None else (squares * real).sum()
 
 
 # --------------------------------------------------------------------------------------------------------- balance

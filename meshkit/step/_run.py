@@ -27,6 +27,7 @@ from meshkit.memory.budget.choose import Choice
 from meshkit.memory.offload import Offload
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, collect
+from meshkit.moe.real_tokens import no_real_tokens
 from meshkit.parallel.data import (
     abandoned_on_error,
     after_inference,
@@ -239,7 +240,7 @@ class Run:
         """Forward and backward of one microbatch: its loss, and what its routers report."""
         before_microbatch(self.model, row=self.resolved.shardings, first=first, last=last)
         with using_keys(part.get(KEYS)):
-            with collect() as collected, self._forward():
+            with collect() as collected, nullcontext() if weight else no_real_tokens(), self._forward():
                 part_loss = loss(self.model, part)
             # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that of the
             # step's mean, however its tokens are split.

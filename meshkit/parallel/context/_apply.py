@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import NoneType
 from typing import Any
 
@@ -13,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core import _torch
 from meshkit.core.arguments import require
+from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
+from meshkit.moe.real_tokens import only_first
 from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._groups import costs_of
 from meshkit.parallel.context._proof import Proofs
 from meshkit.parallel.context._reading import Call, Reader
-from meshkit.parallel.context._split import Context
+from meshkit.parallel.context._split import Context, SplitMask
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.lengths import LengthCosts
 from meshkit.plan import auto_plan, match_names
@@ -112,6 +116,8 @@ def context_parallel(
     if mesh.size() == 1:
         return module
     doors.open(module)
+    if any(hasattr(child, "reduce_counts") for child in module.modules()):
+        patch_class(module, forward=_telling_padding(type(module).forward))
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
     # Nor does a graph that somebody compiles around the module run what it proves.
@@ -305,6 +311,18 @@ def _told(config: Any, name: str) -> int | None:
     except Exception:  # transformers' own, of a config whose layers differ in it
         return None
     return value
+
+
+def _telling_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward, and its routers can ask which of this rank's tokens fill it up."""
+
+    @functools.wraps(forward)
+    def forward_with_padding(self: nn.Module, *args: Any, mask: Any, **kwargs: Any) -> Any:
+        split = isinstance(mask, SplitMask)  # generation's ranks see all tokens
+        with only_first(mask.real_tokens, mask.tokens) if split else nullcontext():
+            return forward(self, *args, mask=mask, **kwargs)
+
+    return forward_with_padding
 
 
 def _refuse_unsplit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

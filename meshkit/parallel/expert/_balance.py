@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, update_bias
+from meshkit.moe.real_tokens import real_tokens
 from meshkit.parallel.expert._apply import in_expert_view
 from meshkit.parallel.expert._dispatch import experts_of
 
@@ -43,8 +44,8 @@ def refuse_sequence_balance(module: nn.Module, *, cp: int) -> None:
 def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
     """Let routers balance the tokens of all ranks, in place.
 
-    Routers are modules with `reduce_counts`, as `meshkit.models.Router`: it becomes a sum over ranks. Their `near` becomes
-    the list of experts on this rank's node.
+    Routers are modules with `reduce_counts`, as `meshkit.models.Router`: it becomes a sum over ranks. Their `real_tokens`
+    tells padding, and their `near` becomes the list of experts on this rank's node.
 
     Wire, per forward of a router with a balance loss: per="sequence": an all-reduce of [B, E] counts over tp, with
     sequence=True; per="batch": one of E counts over each axis with other tokens; per="global": nothing.
@@ -58,6 +59,10 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
         if losses.per == "sequence":
             groups = [mesh["tp"].get_group()] if sequence else []
         router.reduce_counts = torch.compiler.disable(partial(_sum, groups=groups))  # a message, outside of graphs
+        if token_groups(mesh, sequence=sequence):
+            tp = mesh["tp"]
+            part, parts = (tp.get_local_rank(), tp.size()) if sequence else (0, 1)
+            router.real_tokens = torch.compiler.disable(partial(_real_tokens, part=part, parts=parts))
         # Routing by locality is a choice of the mesh: experts on this node cost no slow link.
         router.near = _near(router.config.experts, mesh)
 
@@ -72,6 +77,10 @@ def _near(experts: int, mesh: Mesh) -> list[bool] | None:
     owners = {expert: rank for rank in range(ep.size()) for expert in experts_of(experts, ep.size(), rank)}
     near = [nodes[owners[expert]] == nodes[ep.get_local_rank()] for expert in range(experts)]
     return None if all(near) else near
+
+
+def _real_tokens(scores_BTE: Tensor, part: int, parts: int) -> Tensor:
+    return real_tokens(scores_BTE.shape[1], scores_BTE.device, part=part, parts=parts)
 
 
 def _sum(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:

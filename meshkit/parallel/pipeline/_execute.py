@@ -16,6 +16,7 @@ from meshkit.core import _torch
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.errors import PlanError, StepError
 from meshkit.moe.aux_loss import Collected, collect
+from meshkit.moe.real_tokens import no_real_tokens
 from meshkit.parallel.pipeline._flow import Flow, Value
 from meshkit.parallel.pipeline._p2p import P2P
 from meshkit.parallel.pipeline._produced import Produced
@@ -261,7 +262,7 @@ class _Step:
         # Leaves of this stage's own graph: backward stops here, and leaves the gradients for the stage before in `.grad`.
         received = [value.detach().requires_grad_(value.is_floating_point()) for value in received]
         microbatch, weight = self.microbatches[task.microbatch]
-        with collect() as report:
+        with collect() as report, nullcontext() if weight else no_real_tokens():
             out, handed, edges = forward(
                 self.staged, task.stage, self.flows[task.microbatch], received, microbatch, self.loss
             )

@@ -66,7 +66,9 @@ class Alone:
 
 
 def tokens_of(cell: Cell) -> int:
-    """Of a row; with sequence=True tp must divide them."""
+    """Of a row; with sequence=True tp must divide them, but with cp, which fills its ranks up."""
+    if cell.sizes == "uneven" and cell.spec.cp > 1:
+        return 13
     return 18 if cell.spec.world_size % 3 == 0 else 16
 
 

@@ -65,6 +65,7 @@ class Moe:
 class Cell:
     mesh: str
     sequence: bool = False
+    tokens: int = TOKENS
     microbatches: int = 1
     zero: int = 3
     recompute: str = "none"
@@ -162,14 +163,14 @@ def batches(cell: Cell) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(11)
     made = []
     for _ in range(STEPS):
-        ids = torch.randint(0, cell.vocab, (ROWS, TOKENS + 1), generator=generator)
+        ids = torch.randint(0, cell.vocab, (ROWS, cell.tokens + 1), generator=generator)
         labels = ids[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
         batch = {"input_ids": ids[:, :-1], "labels": labels}
         if cell.documents:
-            starts = torch.rand(ROWS, TOKENS, generator=generator) < 0.2
+            starts = torch.rand(ROWS, cell.tokens, generator=generator) < 0.2
             starts[:, 0] = True
-            index = torch.arange(TOKENS).expand(ROWS, TOKENS)
+            index = torch.arange(cell.tokens).expand(ROWS, cell.tokens)
             batch["position_ids"] = index - torch.where(starts, index, 0).cummax(-1).values
         if cell.all_masked_microbatch:
             labels[: ROWS // 2] = -100

@@ -1,0 +1,93 @@
+"""Routers neither count padding nor learn from it: what fills ranks up, and rows that stand in for an empty microbatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import meshkit as mk
+from meshkit.errors import PlanError
+from meshkit.moe.aux_loss import collect
+from meshkit.moe.real_tokens import no_real_tokens, only_first, real_tokens
+from tests.laws.parity.cases import Cell, Moe, batches, build, mesh_for, plan_of
+from tests.laws.parity.test_compile import run_compiled_cell
+from tests.laws.parity.test_parity import TOL_FP64, check
+from tests.world import pool
+
+ALL = Moe(z=0.1, balance=0.5, per="batch", bias=True)
+LATER = Moe(z=0.1, balance=0.5, per="global")
+
+
+@pytest.mark.parametrize(
+    ("world", "cell"),
+    [
+        (4, Cell(mesh="cp=4", tokens=3, moe=ALL)),  # a rank has padding alone
+        (4, Cell(mesh="cp=4 ep=2", tokens=5, moe=LATER, recompute="full")),
+        (4, Cell(mesh="cp=2 tp=2", tokens=13, moe=ALL, sequence=True)),
+        (4, Cell(mesh="cp=2 tp=2", tokens=13, moe=LATER, sequence=True, recompute="selective", microbatches=2)),
+        (4, Cell(mesh="cp=2 tp=2", tokens=13, moe=ALL, documents=True)),
+        (4, Cell(mesh="cp=2 tp=2 ep=2", tokens=13, moe=ALL, sequence=True, documents=True)),
+        (4, Cell(mesh="pp=2 cp=2", tokens=3, moe=LATER, layers=3, microbatches=2)),
+        (2, Cell(mesh="dp_shard=2", moe=LATER, microbatches=3)),  # a microbatch of one rank is empty
+    ],
+    ids=lambda each: each.mesh if isinstance(each, Cell) else None,
+)
+def test_a_model_with_padding_equals_one_device(world: int, cell: Cell) -> None:
+    check(world, cell)
+
+
+def test_compiled_blocks_with_padding_equal_one_device() -> None:
+    cell = Cell(mesh="cp=2", tokens=3, moe=ALL, compile="aot_eager", recompute="full")
+    for outcome in pool(2).run(run_compiled_cell, cell, timeout_s=240):
+        assert max(outcome.loss, outcome.norm, outcome.gradient, outcome.parameter) <= TOL_FP64, outcome
+
+
+def stand_in_gradients(mesh: str) -> tuple[float, list[Tensor]]:
+    """Five rows on two ranks in three microbatches: the second rank has two rows and an empty microbatch."""
+    cell = Cell(mesh=mesh, moe=Moe(balance=0.5, per="batch"), layers=3)
+    run = mk.parallelize(build(cell), mesh_for(mesh), plan=plan_of(cell))
+    batch = batches(cell)[0]
+    rows = {name: tensor.tensor_split(run.mesh.data_ranks)[run.mesh.data_rank] for name, tensor in batch.items()}
+    loss = run.forward_backward(rows, microbatches=3)
+    return loss.item(), [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in run.parameters()]
+
+
+def one_device_gradients() -> tuple[float, list[Tensor]]:
+    """The same microbatches, rows 0 and 3, 1 and 4, and 2."""
+    cell = Cell(mesh="dp_shard=1", moe=Moe(balance=0.5, per="batch"), layers=3)
+    model, batch = build(cell), batches(cell)[0]
+    tokens, total = (batch["labels"] != -100).sum(), 0.0
+    for rows in ([0, 3], [1, 4], [2]):
+        part = {name: tensor[rows] for name, tensor in batch.items()}
+        with collect() as found:
+            loss = F.cross_entropy(model(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+        ((loss + found.total()) / tokens).backward()
+        total += loss.item() / int(tokens)
+    return total, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2"])
+def test_a_row_that_stands_in_changes_no_counts_of_others(mesh: str) -> None:
+    expected_loss, expected = one_device_gradients()
+    for loss, found in pool(2).run(stand_in_gradients, mesh):
+        assert abs(loss - expected_loss) <= TOL_FP64
+        assert len(found) == len(expected)
+        assert max(float((mine - other).abs().max()) for mine, other in zip(found, expected, strict=True)) <= TOL_FP64
+
+
+def test_which_tokens_are_real() -> None:
+    device = torch.device("cpu")
+    assert real_tokens(3, device).tolist() == [True] * 3
+    with only_first(5, 8):
+        assert real_tokens(8, device).tolist() == [True] * 5 + [False] * 3
+        assert real_tokens(4, device, part=1, parts=2).tolist() == [True, False, False, False]
+        assert real_tokens(16, device).tolist() == ([True] * 5 + [False] * 3) * 2  # two rows, end to end
+        with pytest.raises(PlanError, match="given 6 tokens where a rank holds 8"):
+            real_tokens(6, device)
+    with only_first(0, 8):
+        assert real_tokens(8, device).tolist() == [False] * 8
+    with no_real_tokens(), only_first(5, 8):  # of a row that stands in, the split is no news
+        assert real_tokens(8, device).tolist() == [False] * 8
