@@ -94,9 +94,11 @@ def batches(cell: Cell) -> list[dict[str, Tensor]]:
 
 
 @cache
-def alone(model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int) -> Alone:
-    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks: by which the batch is as long as theirs."""
-    mesh = f"dp_shard={ranks}"
+def alone(
+    model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int, cp: int
+) -> Alone:
+    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, cp: by which the batch is as long as theirs."""
+    mesh = f"cp={ranks}" if cp > 1 else f"dp_shard={ranks}"
     cell = Cell(model=model, mesh=mesh, sizes=sizes, precision=precision, packing=packing, masked=masked)
     module, _ = build(_WithLayers(**vars(cell), count=layers))
     if precision == "bf16":
@@ -229,7 +231,7 @@ def _oracles(cell: Cell) -> tuple[Alone, Alone]:
     """One device in the cell's precision and in fp64. The first rank computes them for all."""
     told: list[tuple[Alone, Alone] | None] = [None]
     if dist.get_rank() == 0 and not cell.refusals():
-        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size)
+        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size, cell.spec.cp)
         told = [(alone(cell.model, cell.sizes, cell.precision, *kind), alone(cell.model, cell.sizes, "fp64", *kind))]
     dist.broadcast_object_list(told, src=0)
     return told[0] or (Alone([], [], {}, {}),) * 2
