@@ -18,6 +18,7 @@ from meshkit.core.noting import being_read
 from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
+from meshkit.moe.real_tokens import counted
 from meshkit.moe.routing import Routing, count_experts
 
 
@@ -93,7 +94,7 @@ class Router(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Routing:
         # bf16 logits would tie or swap experts of nearly equal scores.
-        logits_BTE = _logits(x_BTC, self.weight)
+        logits_BTE = counted(_logits(x_BTC, self.weight))
         logits_NE = rearrange(logits_BTE, "b t e -> (b t) e")
         scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE

@@ -11,7 +11,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from meshkit.errors import PlanError
+from meshkit.core.noting import noted
+
+
+@noted(reading=lambda x: x.clone())
+def counted(scores: Tensor) -> Tensor:
+    """The scores of the tokens that a router counts, as they are: by this a program tells which tokens those are."""
+    return scores
+
 
 # A context variable, since a router is deep inside of a model's forward; recompute runs in a copy of the forward's context.
 _first: ContextVar[tuple[int, int] | None] = ContextVar("(real tokens, all tokens) of a row", default=None)
@@ -39,19 +46,11 @@ def real_tokens(tokens: int, device: torch.device, *, part: int = 0, parts: int 
     """[tokens] bool: which of these tokens are the batch's. The host does not wait.
 
     part: of `parts` equal parts of a row, in order, that ranks hold; these tokens are one, or those of several rows.
-    Raises: PlanError where they are not.
     """
     stated = _first.get()
     if stated is None:
         return torch.ones(tokens, dtype=torch.bool, device=device)
     real, all_tokens = stated
-    if real == 0:
-        return torch.zeros(tokens, dtype=torch.bool, device=device)
-    each = all_tokens // parts
-    if not each or all_tokens % parts or tokens % each:
-        raise PlanError(
-            f"a router was given {tokens} tokens where a rank holds {all_tokens // parts} of a row, so it is not known which "
-            "of them are padding. Give it all tokens of each row, in their order, or use a mesh without cp."
-        )
-    places = torch.arange(tokens, device=device) % each + part * each
-    return places < real
+    if real in (0, all_tokens):  # whatever stands where
+        return torch.full((tokens,), real > 0, device=device)
+    return torch.arange(tokens, device=device) + part * (all_tokens // parts) < real

@@ -81,7 +81,7 @@ def _tried(
                 value = loss(outputs.stand_in, {**of_own, "mask": AnyMask()})
         except Exception:  # of numbers where it wants others, or what is not there
             return None
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta:
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or _torch.is_fake(value):
             return None
         found.append(float(value))
     whole, again, one, other = found

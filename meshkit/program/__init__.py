@@ -37,6 +37,7 @@ from ._records import Fold as Fold
 from ._records import FUNCTIONAL as FUNCTIONAL
 from ._records import is_functional as is_functional
 from ._records import ModuleCall as ModuleCall
+from ._records import OF_OUTPUT as OF_OUTPUT
 from ._records import Operation as Operation
 from ._records import ReadingError as ReadingError
 from ._records import OnlyAlone as OnlyAlone

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,7 @@ def read_program(model: nn.Module, example: Example | None = None) -> Program:
     mesh already, for one that is partly on meta, and for what is no module.
     """
     require("parallelize", "model", model, nn.Module)
+    require("parallelize", "example", example, Example, NoneType)
     if full_model_of(model) is not None:
         raise PlanError(
             f"{type(model).__name__}: this model has the stages of one rank of pp only. Give the whole one: "

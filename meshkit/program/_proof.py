@@ -32,14 +32,16 @@ def prove(
     held: Sequence[Mapping[str, Held]],
     *,
     tokens: Sequence[Sequence[int]] | None = None,
+    sums_counts: bool | None = None,
 ) -> list[Kind]:
     """Walk the traces of all ranks of an axis beside the single-device model's. Returns the kind of each output.
 
     held: for each rank, by source ("parameter NAME", ...); what is not named is the same on all ranks. tokens: those of each
-    rank, on an axis that splits the tokens: outputs are then of the rank's.
+    rank, on an axis that splits the tokens: outputs are then of the rank's. sums_counts: whether what routers count is summed
+    over the axis; default: where it splits the tokens.
     Raises: Unproved, at the first operation that does not follow; Uneven, for folded traces whose blocks are not alike.
     """
-    proof = Walk(full, ranks, held, tokens, STEPS)
+    proof = Walk(full, ranks, held, tokens, STEPS, (tokens is not None) if sums_counts is None else sums_counts)
     try:
         with without_modes():  # numbers of elements are values, also where a model has none
             kinds = proof.run()

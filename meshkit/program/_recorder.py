@@ -20,6 +20,7 @@ from meshkit.program._copy import is_record
 from meshkit.program._guess import Guess
 from meshkit.program._lines import model_line
 from meshkit.program._records import (
+    OF_OUTPUT,
     RETURNED,
     Fold,
     ModuleCall,
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):
         found = dict(left)
         for leaf in _torch.tree_leaves(self._output):
             if is_record(leaf):
-                found |= {f"the output's {key}": value for key, value in vars(leaf).items()}
+                found |= {f"{OF_OUTPUT}{key}": value for key, value in vars(leaf).items()}
         for name, value in found.items():
             leaves = [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, Tensor)]
             for number, leaf in enumerate(leaves):

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.errors import PlanError
 
+OF_OUTPUT = "the output's "  # so begin the names of what objects that are returned hold, see `Trace.kept`
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:

@@ -299,6 +299,7 @@ _MIXING = (
 _RULES: dict[str, Callable[[Operation], Dims | None]] = {
     "experts": _by_token,
     EXPERTS_OF_PARTS: _by_token,
+    "counted": _pointwise,
     "mm": _mm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,

@@ -158,6 +158,29 @@ def _own_tokens(proof: Walk, operations: Sequence[Operation]) -> None:
         rank.define(out, rank.replay.elements(source).index_select(operation.args[1], own), "varying")
 
 
+def _counted(proof: Walk, operations: Sequence[Operation]) -> None:
+    """A router counts tokens, and sums losses over them: where ranks' counts are summed, each token is one rank's, else all
+    ranks have all."""
+    full = proof.next(operations[0])
+    if full.name != operations[0].name:
+        raise Unproved(f"{proof.ranks[0].where(operations[0])}: the single-device model runs {full} there.")
+    (theirs,), (result,) = tensors(full.args), tensors(full.outputs)
+    proof.full.define(result, proof.full.elements(theirs))
+    everything = proof.full.elements(theirs).flatten().sort().values
+    parts = [rank.replay.elements(source).flatten() for rank, _, source, _ in proof.each(operations)]
+    where = proof.ranks[0].where(operations[0])
+    if proof.sums_counts:
+        counted = torch.cat(parts).sort().values
+        if not torch.equal(counted, everything):
+            raise Unproved(f"{where}: a router counts its tokens, and ranks give it others than theirs, or the same.")
+    elif any(not torch.equal(part.sort().values, everything) for part in parts):
+        raise Unproved(f"{where}: a router counts its tokens, and a rank gives it a part of them.")
+    for rank, operation, source, out in proof.each(operations):
+        if rank.kind(source) == "partial":
+            raise Unproved(f"{rank.where(operation)}: it counts by {source}, summands that were not summed yet.")
+        rank.define(out, rank.replay.elements(source), rank.kind(source))
+
+
 def _own_positions(proof: Walk, operations: Sequence[Operation]) -> None:
     """Constants: their values are in the trace."""
 
@@ -237,6 +260,7 @@ STEPS: dict[str, Step] = {
     "context_convolve": _over_tokens(1, "convolves"),
     "gather_tokens": _all_tokens,
     "own_tokens": _own_tokens,
+    "counted": _counted,
     "own_positions": _own_positions,
     "sum_tokens": _sum_tokens,
     "meshkit.decode_few_bits.default": _decode,

@@ -82,8 +82,9 @@ class Walk:
         held: Sequence[Mapping[str, Held]],
         tokens: Sequence[Sequence[int]] | None,
         steps: Mapping[str, Step],
+        sums_counts: bool,
     ) -> None:
-        self.steps = steps
+        self.steps, self.sums_counts = steps, sums_counts
         self.trace, self.numbers = full, Numbers()
         self.tokens = None if tokens is None else [torch.tensor(list(each), dtype=torch.int64) for each in tokens]
         self.all_tokens = sum(map(len, self.tokens or ()))

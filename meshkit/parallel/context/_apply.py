@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from types import NoneType
 from typing import Any
 
@@ -116,8 +115,9 @@ def context_parallel(
     if mesh.size() == 1:
         return module
     doors.open(module)
-    if any(hasattr(child, "reduce_counts") for child in module.modules()):
-        patch_class(module, forward=_telling_padding(type(module).forward))
+    if routers := [name for name, child in module.named_modules() if hasattr(child, "reduce_counts")]:
+        foreign = next((name for name in routers if not _has_known_place(reader.program.model, name)), None)
+        patch_class(module, forward=_telling_padding(type(module).forward, foreign))
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
     # Nor does a graph that somebody compiles around the module run what it proves.
@@ -313,13 +313,32 @@ def _told(config: Any, name: str) -> int | None:
     return value
 
 
-def _telling_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward, and its routers can ask which of this rank's tokens fill it up."""
+def _has_known_place(model: nn.Module, router: str) -> bool:
+    """Whether the router is given [rows, tokens] as the model is: by code of this library alone, on which no hook is."""
+    around = [router[:end] for end, letter in enumerate(router) if letter == "."]
+    return all(
+        type(module).__module__.startswith("meshkit.models.") and not module._forward_pre_hooks
+        for module in map(model.get_submodule, ("", *around, router))
+        if not isinstance(module, nn.ModuleList)
+    )
+
+
+def _telling_padding(forward: Callable[..., Any], foreign: str | None) -> Callable[..., Any]:
+    """The forward, and its routers can ask which of this rank's tokens fill it up. foreign: one that could not know where
+    they are."""
 
     @functools.wraps(forward)
     def forward_with_padding(self: nn.Module, *args: Any, mask: Any, **kwargs: Any) -> Any:
-        split = isinstance(mask, SplitMask)  # generation's ranks see all tokens
-        with only_first(mask.real_tokens, mask.tokens) if split else nullcontext():
+        if not isinstance(mask, SplitMask):  # generation's ranks see all tokens
+            return forward(self, *args, mask=mask, **kwargs)
+        if foreign is not None and mask.fills_up:
+            ranks = len(mask.layout.runs)
+            raise PlanError(
+                f"context parallelism: rows of {mask.row_tokens} tokens leave padding on the {ranks} ranks of cp, and "
+                f"the router {foreign!r} counts what your own code hands it, in an order that is not known. Pad rows to a "
+                "multiple of 2 x cp x tp tokens, with labels of -100, or use cp=1."
+            )
+        with only_first(mask.real_tokens, mask.tokens):
             return forward(self, *args, mask=mask, **kwargs)
 
     return forward_with_padding

@@ -303,6 +303,12 @@ class SplitMask:
         """Whether this rank has no token of the batch."""
         return not self.layout.runs[self.rank]
 
+    @cached_property
+    def fills_up(self) -> bool:
+        """Whether some rank has padding beside tokens of the batch."""
+        real = [sum(after - first for first, after in runs) for runs in self.layout.runs]
+        return any(0 < own < length for own, length in zip(real, self.layout.lengths, strict=True))
+
     @property
     def row_tokens(self) -> int:
         """Tokens of a row of the batch, on all ranks together."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from meshkit.parallel.pipeline._record import Recording
 from meshkit.parallel.pipeline._split_backward import DeferredWeightGradients, defer_weight_gradients
 from meshkit.parallel.pipeline._staged_model import OnAnotherRank, Running, StagedModel, refuse_other_arguments
 from meshkit.parallel.pipeline._table import Schedule, Task, need_of, output_of
+from meshkit.program import TensorRef
 
 Loss = Callable[[Any, Any], Tensor]
 Around = Callable[[int, int], AbstractContextManager[None]]
@@ -66,8 +68,24 @@ class _StageModel:
             output = self.staged.model(*args, **kwargs)
         self.run.end()
         if self.stage == self.staged.stages.count - 1:
-            return output
+            return self._without_hidden(output)
         raise _StageOutput
+
+    def _without_hidden(self, output: Any) -> Any:
+        """What this stage cannot compute has no values. See `Flow.hidden`."""
+        if not self.flow.hidden:
+            return output
+        empty = {
+            key: _torch.tree_map(lambda leaf: self.staged.empty(leaf) if isinstance(leaf, TensorRef) else leaf, entry)
+            for key, entry in self.flow.hidden.items()
+        }
+        if isinstance(output, MutableMapping):
+            output = copy(output)
+            for key, entry in empty.items():
+                output[key] = entry
+            return output
+        entries = [empty.get(place, entry) for place, entry in enumerate(output)]
+        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
 
     # Loss functions read their model's config or call its head: whatever is not the forward is the model's own.
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from meshkit.core import _torch
 from meshkit.errors import PlanError
-from meshkit.program import CLOSED_BY_VALUE, ModuleCall, Operation, TensorRef, Trace, draws, tensors
+from meshkit.program import CLOSED_BY_VALUE, OF_OUTPUT, ModuleCall, Operation, TensorRef, Trace, draws, tensors
 
 # What a module may be given and return beside tensors: the same for every batch of these shapes.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -43,7 +43,9 @@ class Flow:
     """calls: of all stages' modules, in order; a value's number is an index of it. cuts[stage]: the values that the stage
     hands on to the next. refs: what each is like. written: values that are changed in place afterwards. between: storages
     that operations between the modules read or write, or that are returned. given: what the model is called with beside
-    tensors. writes_given: whether it changes tensors in place that it is called with."""
+    tensors. writes_given: whether it changes tensors in place that it is called with. hidden: entries of the output that come
+    of what other stages' modules make and do not return, as by hooks: the last stage cannot compute them. By name or place,
+    what they are like."""
 
     calls: tuple[ModuleCall, ...]
     cuts: tuple[tuple[Value, ...], ...]
@@ -52,6 +54,7 @@ class Flow:
     between: frozenset[int] = frozenset()
     given: tuple[Any, ...] = ()
     writes_given: bool = False
+    hidden: Mapping[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> list[tuple[list[Any], Any, list[Any]]]:
@@ -200,7 +203,13 @@ class _Walk:
             for ref in _written(operation)
         )
         return Flow(
-            tuple(self.calls), tuple(cuts), refs, written, frozenset(self._between()), writes_given=writes_given
+            tuple(self.calls),
+            tuple(cuts),
+            refs,
+            written,
+            frozenset(self._between()),
+            writes_given=writes_given,
+            hidden=self._hidden(),
         )
 
     def _need(
@@ -285,16 +294,55 @@ class _Walk:
 
     def _refuse_kept(self) -> None:
         """What modules keep of the forward for a loss, and compute of parameters outside of the modules that have them."""
-        pending = [(ref, len(self.trace.operations)) for ref in self.trace.kept.values()]
-        seen: set[int] = set()
+        for name, ref in self.trace.kept.items():
+            for made, before in self._outside(ref):
+                self._refuse_held(made, before, self.stages - 1, None)
+            for index, owner, returned in self._of_other_stages(ref):
+                if not (
+                    returned and name.startswith(OF_OUTPUT)
+                ):  # a part of the output has no values there, and says so
+                    raise PlanError(
+                        f"pipeline: {name}, which a loss may read, comes of {self._line(self.trace.operations[index])} in "
+                        f"{self.calls[owner].name!r} of stage {self._stage(owner)}, and the loss is computed by the last. "
+                        "Return it from module to module, detach what only logs read, or use a mesh without pp."
+                    )
+
+    def _hidden(self) -> dict[Any, Any]:
+        """See `Flow.hidden`."""
+        result = {ref.storage for ref in tensors(self.trace.result)}
+        output = self.trace.output
+        if isinstance(output, Mapping):
+            entries = dict(output)
+        else:
+            entries = dict(enumerate(output)) if isinstance(output, tuple | list) else {}
+        return {
+            key: entry
+            for key, entry in entries.items()
+            if not any(ref.storage in result for ref in tensors(entry))
+            and any(not returned for ref in tensors(entry) for *_, returned in self._of_other_stages(ref))
+        }
+
+    def _outside(self, ref: TensorRef) -> Iterator[tuple[TensorRef, int]]:
+        """The tensor, and those it is computed of outside of the stages' modules, each as it is before an operation."""
+        pending, seen = [(ref, len(self.trace.operations))], set[int]()
         while pending:
             ref, before = pending.pop()
-            self._refuse_held(ref, before, self.stages - 1, None)
+            yield ref, before
             for index in self.writers.get(ref.storage, ()):
                 if index < before and index not in seen and self.owner[index] is None:
                     seen.add(index)
                     operation = self.trace.operations[index]
                     pending += [(each, index) for each in tensors((operation.args, operation.kwargs))]
+
+    def _of_other_stages(self, ref: TensorRef) -> Iterator[tuple[int, int, bool]]:
+        """(operation of a module of a stage before the last, the module's call, whether the module returns its result) for
+        each that the tensor is computed of."""
+        for made, before in self._outside(ref):
+            for index in self.writers.get(made.storage, ()):
+                owner = self.owner[index]
+                if index < before and owner is not None and self._stage(owner) != self.stages - 1:
+                    leaves = _leaves(self.calls[owner].output)
+                    yield index, owner, any(isinstance(x, TensorRef) and x.storage == made.storage for x in leaves)
 
     def calls_before(self, number: int) -> set[int]:
         """The calls whose results the call reads, at once or through operations between modules."""

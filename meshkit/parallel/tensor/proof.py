@@ -71,7 +71,8 @@ def _prove(program: Program, layout: TensorLayout, example: Example, closed: Map
     ranks = [_on_rank(whole, layout, example, closed, rank=rank, folded=folded) for rank in range(layout.size)]
     # Of blocks that are left out nothing is read: their indices would take longer than the proof.
     params = program.parameters.keys() & dict(whole.named_parameters(remove_duplicate=False))
-    prove(full, ranks, [_held(program, layout, params, rank) for rank in range(layout.size)])
+    held = [_held(program, layout, params, rank) for rank in range(layout.size)]
+    prove(full, ranks, held, sums_counts=layout.sequence)
 
 
 def _on_rank(

@@ -97,7 +97,7 @@ def batches(cell: Cell) -> list[dict[str, Tensor]]:
 def alone(
     model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int, cp: int
 ) -> Alone:
-    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, cp: by which the batch is as long as theirs."""
+    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, cp: by which its rows are as long."""
     mesh = f"cp={ranks}" if cp > 1 else f"dp_shard={ranks}"
     cell = Cell(model=model, mesh=mesh, sizes=sizes, precision=precision, packing=packing, masked=masked)
     module, _ = build(_WithLayers(**vars(cell), count=layers))

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import meshkit as mk
-from meshkit.errors import PlanError
+from meshkit.models.experts import MoE
 from meshkit.moe.aux_loss import collect
 from meshkit.moe.real_tokens import no_real_tokens, only_first, real_tokens
 from tests.laws.parity.cases import Cell, Moe, batches, build, mesh_for, plan_of
 from tests.laws.parity.test_compile import run_compiled_cell
 from tests.laws.parity.test_parity import TOL_FP64, check
-from tests.world import pool
+from tests.world import RankError, pool
 
 ALL = Moe(z=0.1, balance=0.5, per="batch", bias=True)
 LATER = Moe(z=0.1, balance=0.5, per="global")
@@ -84,10 +84,67 @@ def test_which_tokens_are_real() -> None:
     with only_first(5, 8):
         assert real_tokens(8, device).tolist() == [True] * 5 + [False] * 3
         assert real_tokens(4, device, part=1, parts=2).tolist() == [True, False, False, False]
-        assert real_tokens(16, device).tolist() == ([True] * 5 + [False] * 3) * 2  # two rows, end to end
-        with pytest.raises(PlanError, match="given 6 tokens where a rank holds 8"):
-            real_tokens(6, device)
     with only_first(0, 8):
-        assert real_tokens(8, device).tolist() == [False] * 8
+        assert real_tokens(16, device).tolist() == [False] * 16
+    with only_first(8, 8):
+        assert real_tokens(16, device).tolist() == [True] * 16
     with no_real_tokens(), only_first(5, 8):  # of a row that stands in, the split is no news
         assert real_tokens(8, device).tolist() == [False] * 8
+
+
+class Own(MoE):
+    """What its own code does with the tokens before they are routed."""
+
+    order = ""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        if self.order == "mean":  # every rank of cp has the same
+            weight = self.gate(x_BTC.mean(1, keepdim=True)).weights_NK.sum()
+            return super().forward(x_BTC) * weight
+        x = x_BTC.flip(1) if self.order == "flip" else x_BTC
+        out: Tensor = super().forward(x)
+        return out.flip(1) if self.order == "flip" else out
+
+
+def own_routing(order: str, mesh: str, tokens: int, sequence: bool) -> tuple[float, list[Tensor]]:
+    cell = Cell(mesh=mesh, tokens=tokens, moe=Moe(z=0.1, balance=0.5, per="batch"))
+    model = build(cell)
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.__class__ = Own
+            layer.mlp.order = order
+    batch = batches(cell)[0]
+    if not mesh:
+        count = (batch["labels"] != -100).sum()
+        with collect() as found:
+            loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        ((loss + found.total()) / count).backward()
+        return loss.item() / int(count), [p.grad for p in model.parameters()]
+    run = mk.parallelize(model, mesh_for(mesh), plan=plan_of(cell), sequence=sequence)
+    loss = run.forward_backward(batch)
+    return loss.item(), [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in run.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("order", "mesh", "tokens", "sequence", "said"),
+    [
+        ("", "cp=2", 16, False, ""),
+        ("flip", "cp=2", 16, False, ""),
+        ("", "cp=2", 3, False, ""),  # a rank with fewer tokens has no padding
+        ("flip", "cp=2 tp=2", 13, True, "counts what your own code hands it"),
+        ("", "cp=2 tp=2", 13, True, "counts what your own code hands it"),
+        ("mean", "cp=2", 16, False, "it needs all of a dim, of which this rank has a part"),
+    ],
+)
+def test_own_code_around_a_router_is_right_or_refused(
+    order: str, mesh: str, tokens: int, sequence: bool, said: str
+) -> None:
+    ranks = pool(mk.mesh.MeshSpec.parse(mesh).world_size)
+    if said:
+        with pytest.raises(RankError, match=said):
+            ranks.run(own_routing, order, mesh, tokens, sequence)
+        return
+    expected_loss, expected = own_routing(order, "", tokens, False)
+    for loss, found in ranks.run(own_routing, order, mesh, tokens, sequence):
+        assert abs(loss - expected_loss) <= TOL_FP64
+        assert max(float((mine - other).abs().max()) for mine, other in zip(found, expected, strict=True)) <= TOL_FP64
