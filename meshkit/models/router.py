@@ -71,7 +71,7 @@ class Router(nn.Module):
     Reports counts and auxiliary losses to `meshkit.moe.aux_loss.collect`. They are computed whether or not someone
     collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
-    `balance_loss`. real_tokens: says which of T tokens [T] are no padding; None is all.
+    `balance_loss`. real_tokens: says of scores [B, T, E] which tokens are no padding, [T] bool; None is all.
     """
 
     e_score_correction_bias: Tensor | None
@@ -89,7 +89,7 @@ class Router(nn.Module):
             "last_counts", torch.zeros(config.experts, dtype=torch.int64) if counts_last_step else None
         )
         self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
-        self.real_tokens: Callable[[Tensor], Tensor] | None = None
+        self.real_tokens: Callable[[Tensor], Tensor | None] | None = None
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
@@ -134,7 +134,8 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         rows, tokens, experts = scores_BTE.shape
         experts_BTK = experts_NK.view(rows, tokens, self.config.chosen)
-        real_T1 = None if self.real_tokens is None else self.real_tokens(scores_BTE).unsqueeze(-1)
+        real_T = None if self.real_tokens is None else self.real_tokens(scores_BTE)
+        real_T1 = None if real_T is None else real_T.unsqueeze(-1)
         if real_T1 is not None:
             experts_BTK = experts_BTK.masked_fill(~real_T1, experts)  # which is no expert
         counts_BE = count_experts(rearrange(experts_BTK, "b t k -> b (t k)"), experts)

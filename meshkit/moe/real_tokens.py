@@ -42,15 +42,14 @@ def no_real_tokens() -> Iterator[None]:
         yield
 
 
-def real_tokens(tokens: int, device: torch.device, *, part: int = 0, parts: int = 1) -> Tensor:
-    """[tokens] bool: which of these tokens are the batch's. The host does not wait.
+def real_tokens(tokens: int, device: torch.device, *, part: int = 0, parts: int = 1) -> Tensor | None:
+    """[tokens] bool: which of these tokens are the batch's; None where all are. The host does not wait.
 
-    part: of `parts` equal parts of a row, in order, that ranks hold; these tokens are one, or those of several rows.
+    part: of `parts` equal parts of a row, in order, that ranks hold: these tokens are it, in each row.
     """
-    stated = _first.get()
-    if stated is None:
-        return torch.ones(tokens, dtype=torch.bool, device=device)
-    real, all_tokens = stated
-    if real in (0, all_tokens):  # whatever stands where
-        return torch.full((tokens,), real > 0, device=device)
+    real, all_tokens = _first.get() or (1, 1)
+    if real == all_tokens:
+        return None
+    if real == 0:  # whatever stands where
+        return torch.zeros(tokens, dtype=torch.bool, device=device)
     return torch.arange(tokens, device=device) + part * (all_tokens // parts) < real

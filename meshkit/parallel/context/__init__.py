@@ -21,7 +21,7 @@ from ._doors import Doors as Doors
 from ._doors import Mixer as Mixer
 from ._reading import Reader as Reader
 from ._split import Context as Context
-from ._split import SplitMask as SplitMask
+from ._split_mask import SplitMask as SplitMask
 from ._traffic import halo_traffic as halo_traffic
 from ._traffic import Shape as Shape
 from ._traffic import state_traffic as state_traffic

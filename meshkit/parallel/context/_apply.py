@@ -22,7 +22,8 @@ from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._groups import costs_of
 from meshkit.parallel.context._proof import Proofs
 from meshkit.parallel.context._reading import Call, Reader
-from meshkit.parallel.context._split import Context, SplitMask
+from meshkit.parallel.context._split import Context
+from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.lengths import LengthCosts
 from meshkit.plan import auto_plan, match_names

@@ -21,7 +21,7 @@ from meshkit.parallel.context._foreign import mask_to_make
 from meshkit.parallel.context._moved import CUT
 from meshkit.parallel.context._pattern import of_all_tokens
 from meshkit.parallel.context._read_attention import ReadMask
-from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._whole import gather_tokens, refuse_end_to_end
 from meshkit.program import Operation, TensorRef, model_line, tensors
 

@@ -44,7 +44,7 @@ from meshkit.parallel.context._by_hand import (
 from meshkit.parallel.context._foreign import mask_of_forward
 from meshkit.parallel.context._moved import ALONG, CUT, JOIN, MOVING, Moved, move, moved
 from meshkit.parallel.context._read_attention import ReadMask
-from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.parallel.context._whole import is_split, refuse_end_to_end
 from meshkit.program import Operation, TensorRef, Trace, Unproved, model_line, tensors
 

@@ -12,7 +12,7 @@ from meshkit.core import _torch
 from meshkit.core.asked_once import shapes
 from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._reading import Call, Reader
-from meshkit.parallel.context._split import SplitMask
+from meshkit.parallel.context._split_mask import SplitMask
 from meshkit.program import Covered, Example, follow_mode, is_number, kind_of_call, mode_of
 
 

@@ -23,7 +23,7 @@ from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.parallel.context._foreign import following, mask_of_forward
 from meshkit.parallel.context._read_attention import ReadMask
-from meshkit.parallel.context._split import AllTokens, SplitMask
+from meshkit.parallel.context._split_mask import AllTokens, SplitMask
 from meshkit.program import ModuleCall, ReadingError, TensorRef, Trace, Unproved, model_line
 
 GATHER_TOKENS = "gather_tokens"

@@ -79,7 +79,7 @@ def _near(experts: int, mesh: Mesh) -> list[bool] | None:
     return None if all(near) else near
 
 
-def _real_tokens(scores_BTE: Tensor, part: int, parts: int) -> Tensor:
+def _real_tokens(scores_BTE: Tensor, part: int, parts: int) -> Tensor | None:
     return real_tokens(scores_BTE.shape[1], scores_BTE.device, part=part, parts=parts)
 
 
