@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dis
 import enum
+import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,6 +20,11 @@ def code_of(function: Any) -> Any:
     function = getattr(function, "func", function)
     function = function.func if isinstance(function, partial) else function
     return getattr(getattr(function, "__func__", function), "__code__", None) or type(function)
+
+
+def of_this_library(function: Any) -> bool:
+    """Whether its code is a file of meshkit."""
+    return str(getattr(code_of(function), "co_filename", "")).startswith(f"{Path(__file__).parents[1]}{os.sep}")
 
 
 def held_tensors(function: Any) -> list[Tensor] | None:

@@ -45,7 +45,8 @@ class Flow:
     that operations between the modules read or write, or that are returned. given: what the model is called with beside
     tensors. writes_given: whether it changes tensors in place that it is called with. hidden: entries of the output that come
     of what other stages' modules make and do not return, as by hooks: the last stage cannot compute them. By name or place,
-    what they are like."""
+    what they are like. beside: why a loss may not read more than the output: modules of other stages keep some of their
+    results. Empty where they keep none."""
 
     calls: tuple[ModuleCall, ...]
     cuts: tuple[tuple[Value, ...], ...]
@@ -55,6 +56,7 @@ class Flow:
     given: tuple[Any, ...] = ()
     writes_given: bool = False
     hidden: Mapping[Any, Any] = field(default_factory=dict)
+    beside: str = ""
 
     @cached_property
     def outputs(self) -> list[tuple[list[Any], Any, list[Any]]]:
@@ -191,7 +193,7 @@ class _Walk:
             if stage == self.stages - 1:
                 for ref in tensors(self.trace.result):
                     self._need(ref, end, stage, None, seen, needs, computed)
-        self._refuse_kept()
+        beside = self._beside()
         cuts: list[tuple[Value, ...]] = []
         for cut in range(self.stages - 1):
             cuts.append(tuple(sorted(v for v, last in needs.items() if self._stage(v.call) <= cut < last)))
@@ -210,6 +212,7 @@ class _Walk:
             frozenset(self._between()),
             writes_given=writes_given,
             hidden=self._hidden(),
+            beside=beside,
         )
 
     def _need(
@@ -292,20 +295,27 @@ class _Walk:
             "mesh without pp."
         )
 
-    def _refuse_kept(self) -> None:
-        """What modules keep of the forward for a loss, and compute of parameters outside of the modules that have them."""
+    def _beside(self) -> str:
+        """See `Flow.beside`. Raises: PlanError for what the model's own code computes of it, or of parameters outside of the
+        modules that have them."""
+        found = ""
+        read = {each.storage for ref in tensors(self.trace.output) for each, _ in self._outside(ref)}
         for name, ref in self.trace.kept.items():
-            for made, before in self._outside(ref):
-                self._refuse_held(made, before, self.stages - 1, None)
+            for outside, before in self._outside(ref):
+                self._refuse_held(outside, before, self.stages - 1, None)
             for index, owner, returned in self._of_other_stages(ref):
                 if not (
                     returned and name.startswith(OF_OUTPUT)
                 ):  # a part of the output has no values there, and says so
-                    raise PlanError(
+                    text = (
                         f"pipeline: {name}, which a loss may read, comes of {self._line(self.trace.operations[index])} in "
                         f"{self.calls[owner].name!r} of stage {self._stage(owner)}, and the loss is computed by the last. "
                         "Return it from module to module, detach what only logs read, or use a mesh without pp."
                     )
+                    if name.startswith(OF_OUTPUT) or (not returned and ref.storage in read):
+                        raise PlanError(text)
+                    found = found or text
+        return found
 
     def _hidden(self) -> dict[Any, Any]:
         """See `Flow.hidden`."""

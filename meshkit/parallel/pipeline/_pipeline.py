@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.core.arguments import require
 from meshkit.core.asked_once import AskedOnce
+from meshkit.core.code import of_this_library
 from meshkit.core.model_state import FullModel, set_full_model
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
@@ -236,7 +237,10 @@ class Pipeline:
     def _flow(self, microbatch: Any, loss: Loss) -> Flow:
         model = self.staged.model
         try:
-            return self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
+            flow = self.reading.flow(model, microbatch, loss, lambda: arguments(model, microbatch, loss))
+            if flow.beside and not of_this_library(loss):  # whose losses read the output alone
+                raise PlanError(flow.beside)
+            return flow
         except PlanError as error:
             if not self.cut.read:
                 error.add_note(

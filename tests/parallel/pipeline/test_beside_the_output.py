@@ -47,6 +47,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def seeded(way: str) -> Model:
+    torch.manual_seed(0)
+    return Model(way)
+
+
 def with_penalty(model: Any, part: dict[str, Any]) -> Tensor:
     output = model(part["input_ids"])
     logits, aux = output if isinstance(output, tuple) else (output, None)
@@ -107,6 +112,14 @@ def test_what_hooks_gather_of_all_layers_has_no_values_on_the_last_stage(loss: A
     """transformers gathers router_logits by hooks: those of this stage's layers alone."""
     with pytest.raises(RankError, match="no values on the last stage"):
         pool(2).run(step, mixtral, (), loss)
+
+
+@pytest.mark.parametrize("way", ["attribute", "hook"])
+def test_what_blocks_keep_is_no_matter_to_a_loss_of_this_library(way: str) -> None:
+    given, model = batch(), seeded(way)
+    loss = F.cross_entropy(model(given["input_ids"]).flatten(0, 1), given["labels"].flatten())
+    for found in pool(2).run(step, seeded, (way,), None):
+        assert abs(found - loss.item()) < 1e-5
 
 
 def test_a_loss_of_logits_does_not_mind() -> None:
