@@ -22,7 +22,7 @@ from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import CorruptionError, MeshkitError
 from meshkit.faults.norm_watch import NormWatch, Outlier
 from meshkit.faults.replay import Replay
-from meshkit.faults.rest import AtRest, Held, Key, digests, stamp
+from meshkit.faults.rest import AtRest, Held, Key, stamp
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.step import Run
 
@@ -135,6 +135,7 @@ class CorruptionGuard:
         self._replay.forget()
         self._norms.forget()
 
+    @torch.no_grad()
     def check(self, step: int, *, now: bool = False) -> None:
         """In steps that `every_steps` divides, after a replay, or `now` on every rank: raise if any rank's state is corrupt.
 
@@ -143,10 +144,11 @@ class CorruptionGuard:
         """
         if not now and step % self._every and not self._replay.has_run:
             return
-        self._state.look()
+        if now:  # also what flipped since the step; otherwise the next one sees it
+            self._state.look()
         self.outlier = self._norms.gather(step)
         tensors = dict(self._tensors())
-        sums = digests((local for local, _ in tensors.values()), self._run.mesh.device)
+        sums = self._state.sums(tensors)
         if self._run.mesh.spec.world_size > 1:
             unknown = self._table is None or self._table.keys != [*tensors]
             wrong, changed, to_gather = self._sums(sums, unknown=unknown)
@@ -252,7 +254,7 @@ class CorruptionGuard:
         replayed = self._replay.found()
         if self._run.mesh.spec.world_size == 1:
             sentences = [f"{_listed(map(str, changed))} changed while nothing wrote it."] if changed else []
-            return (0,), " ".join([*sentences, *([replayed[1]] if replayed else [])])
+            return self._run.mesh.ranks, " ".join([*sentences, *([replayed[1]] if replayed else [])])
         grads = [key for key in changed if key.state == GRADIENT]
         keys, sums = [*keys, *grads], torch.cat([sums, sums.new_zeros(len(grads))])
         hashes = [_identity(key) for key in keys]
@@ -260,10 +262,11 @@ class CorruptionGuard:
             self._of_ranks(torch.as_tensor(each)).tolist()
             for each in (hashes, sums, [int(key in changed) for key in keys])
         ]
-        names: list[tuple[str, dict[int, str]]] = [("", {})] * self._run.mesh.spec.world_size
+        world = self._run.mesh.ranks
+        names: list[tuple[str, dict[int, str]]] = [("", {})] * len(world)
         held: dict[int, dict[int, int]] = {}  # tensor: rank: its sum
         at_rest: dict[int, list[int]] = {}
-        for rank, row in enumerate(zip(*of_ranks, strict=True)):
+        for rank, row in zip(world, zip(*of_ranks, strict=True), strict=True):
             for tensor, digest, moved in zip(*row, strict=True):
                 if tensor:
                     held.setdefault(tensor, {})[rank] = digest
@@ -274,7 +277,7 @@ class CorruptionGuard:
         wrong = [*at_rest] if at_rest or replayed else differing
         mine = {each: str(key) for each, key in zip(hashes, keys, strict=True) if each in wrong}
         dist.all_gather_object(names, (socket.gethostname(), mine), group=self._run.mesh.group)
-        hosts = [host for host, _ in names]
+        hosts = {rank: host for rank, (host, _) in zip(world, names, strict=True)}
         named = {tensor: name for _, each in names for tensor, name in each.items()}
         found: dict[str, list[str]] = {}
         ranks = {*(replayed[0] if replayed else [])}
@@ -330,6 +333,7 @@ class _Watcher:
 
     def begin(self, microbatches: int) -> int | None:
         self._gradients.end()  # of a step before, to which this one adds
+        self._norms.begin()
         return self._replay.begin(microbatches)
 
     def around(self, microbatch: int, place: int) -> AbstractContextManager[None]:
