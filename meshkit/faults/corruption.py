@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshkit.core._torch import tree_leaves
@@ -99,6 +100,9 @@ class CorruptionGuard:
             (param, copies.get(name, name), tuple((each.start, each.stop) for each in local_slices(param)))
             for name, param in run.named_parameters()
         ]
+        self._known: dict[
+            int, tuple[Any, Any, int, list[tuple[Key, Tensor, Tensor]]]
+        ] = {}  # by id of what an optimizer holds
         self._table: _Table | None = None
         self._state = AtRest(self._tensors, run.mesh.device)
         self._gradients = AtRest(self._gradients_now, run.mesh.device)
@@ -174,14 +178,20 @@ class CorruptionGuard:
 
     def _tensors(self) -> Held:
         """This rank's weights and moments."""
+        known, self._known = self._known, {}
         for param, name, region in self._parameters:
-            for state, tensor in [("", param), *self._optimizer.state.get(param, {}).items()]:
-                leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, Tensor)]
-                for index, leaf in enumerate(leaves):
-                    local = local_tensor(leaf)
-                    if local.numel():
-                        key = Key(name, f"{state}[{index}]" if len(leaves) > 1 else state, region)
-                        yield key, (local, stamp(leaf, local))
+            for state, value in [("", param), *self._optimizer.state.get(param, {}).items()]:
+                # Taken apart once: half of the time of a look at small tensors went there.
+                shard = value.to_local() if isinstance(value, DTensor) else value
+                plain = type(shard) in (Tensor, nn.Parameter)  # what is inside of others may change, and they stay
+                place = shard.data_ptr() if plain else 0  # `.data` may have got other memory
+                before = known.get(id(value))
+                if before is None or before[0] is not value or before[1] is not shard or before[2] != place:
+                    before = value, shard, place, [*_leaves(name, state, value, region)]
+                if plain:
+                    self._known[id(value)] = before
+                for key, leaf, local in before[3]:
+                    yield key, (local, stamp(leaf, local))
 
     def _gradients_now(self) -> Held:
         """Without those that an optimizer on the host has taken."""
@@ -288,6 +298,17 @@ class CorruptionGuard:
             found.setdefault(f"{words} (on {', '.join(on)})", []).append(named[tensor])
         sentences = [f"{_listed(each)} {words}." for words, each in found.items()]
         return tuple(sorted(ranks)), " ".join([*sentences, *([replayed[1]] if replayed else [])])
+
+
+def _leaves(
+    name: str, state: str, value: Any, region: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """(key, tensor, this rank's shard of it) of a parameter, or of a state of the optimizer, which may have several."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    for index, leaf in enumerate(leaves):
+        local = local_tensor(leaf)
+        if local.numel():
+            yield Key(name, f"{state}[{index}]" if len(leaves) > 1 else state, region), leaf, local
 
 
 def _blamed(held: dict[int, int], at_rest: list[int]) -> tuple[list[int], str]:
