@@ -202,13 +202,14 @@ def _bytes(size: int) -> str:
 
 
 class CallFiles:
-    """A folder with the ring of each rank, written when something is reported and when the process ends.
+    """A folder with the ring of each rank, written when something is reported and when the process ends. Built as it begins:
+    files that were written before are of another job.
 
     Raises: PlanError for a folder that cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder, self._began = Path(folder), time.time()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -229,7 +230,8 @@ class CallFiles:
             }
             for call in list(ring.calls)
         ]
-        record = {"rank": rank, "host": socket.gethostname(), "time": time.time(), "location": location, "calls": rows}
+        times = {"began": self._began, "time": time.time()}
+        record = {"rank": rank, "host": socket.gethostname(), **times, "location": location, "calls": rows}
         file = self.folder / f"rank-{rank}.json"
         beside = file.with_suffix(".partial")
         beside.write_text(json.dumps(record))
@@ -237,16 +239,31 @@ class CallFiles:
 
 
 def read_calls(folder: str | os.PathLike[str]) -> str:
-    """What the files of `run_main(calls=folder)` say: the calls that are missing, and where each rank was.
+    """What the files of `run_main(calls=folder)` say: the calls that are missing, and where each rank was. Files that were
+    written before the newest job began are left out, and named.
 
-    Raises: PlanError where there are none.
+    Raises: PlanError where there are none, and for a file that is not one.
     """
     files = sorted(Path(folder).glob("rank-*.json"))
     if not files:
         raise PlanError(f"{str(folder)!r} has no rank-*.json. run_main(main, calls=FOLDER) writes them.")
-    records = {record["rank"]: record for record in (json.loads(file.read_text()) for file in files)}
-    newest = {rank: _newest(record["calls"]) for rank, record in sorted(records.items())}
+    records, newest = {}, {}
+    for file in files:
+        try:
+            record = json.loads(file.read_text())
+            newest[record["rank"]], records[record["rank"]] = _newest(record["calls"]), record
+            lines = [record[key] for key in ("host", "location", "began", "time")] + [*map(_line, record["calls"])]
+        except (ValueError, TypeError, KeyError) as error:
+            raise PlanError(
+                f"{file} is not what run_main(main, calls=FOLDER) writes ({type(error).__name__}: {error}). Take it away."
+            ) from error
+    began = max(record["began"] for record in records.values())
+    before = [rank for rank, record in sorted(records.items()) if record["time"] < began]
+    for rank in before:
+        del records[rank], newest[rank]
     lines = missing_calls(newest) or ["No rank of these files waits for a call that another has not made."]
+    if before:
+        lines += [f"Left out, since they were written before this job began: the files of {ranges_in_words(before)}."]
     for rank, record in sorted(records.items()):
         lines += ["", f"rank {rank} on {record['host']}, at {record['location'] or 'no step'}:"]
         lines += [_line(row) for row in record["calls"][-LISTED:]]

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshkit.core._torch import tree_leaves
@@ -22,7 +23,7 @@ from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import CorruptionError, MeshkitError
 from meshkit.faults.norm_watch import NormWatch, Outlier
 from meshkit.faults.replay import Replay
-from meshkit.faults.rest import AtRest, Held, Key, digests, stamp
+from meshkit.faults.rest import AtRest, Held, Key, stamp
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.step import Run
 
@@ -99,6 +100,9 @@ class CorruptionGuard:
             (param, copies.get(name, name), tuple((each.start, each.stop) for each in local_slices(param)))
             for name, param in run.named_parameters()
         ]
+        self._known: dict[
+            int, tuple[Any, Any, int, list[tuple[Key, Tensor, Tensor]]]
+        ] = {}  # by id of what an optimizer holds
         self._table: _Table | None = None
         self._state = AtRest(self._tensors, run.mesh.device)
         self._gradients = AtRest(self._gradients_now, run.mesh.device)
@@ -135,6 +139,7 @@ class CorruptionGuard:
         self._replay.forget()
         self._norms.forget()
 
+    @torch.no_grad()
     def check(self, step: int, *, now: bool = False) -> None:
         """In steps that `every_steps` divides, after a replay, or `now` on every rank: raise if any rank's state is corrupt.
 
@@ -143,10 +148,11 @@ class CorruptionGuard:
         """
         if not now and step % self._every and not self._replay.has_run:
             return
-        self._state.look()
+        if now:  # also what flipped since the step; otherwise the next one sees it
+            self._state.look()
         self.outlier = self._norms.gather(step)
         tensors = dict(self._tensors())
-        sums = digests((local for local, _ in tensors.values()), self._run.mesh.device)
+        sums = self._state.sums(tensors)
         if self._run.mesh.spec.world_size > 1:
             unknown = self._table is None or self._table.keys != [*tensors]
             wrong, changed, to_gather = self._sums(sums, unknown=unknown)
@@ -172,14 +178,20 @@ class CorruptionGuard:
 
     def _tensors(self) -> Held:
         """This rank's weights and moments."""
+        known, self._known = self._known, {}
         for param, name, region in self._parameters:
-            for state, tensor in [("", param), *self._optimizer.state.get(param, {}).items()]:
-                leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, Tensor)]
-                for index, leaf in enumerate(leaves):
-                    local = local_tensor(leaf)
-                    if local.numel():
-                        key = Key(name, f"{state}[{index}]" if len(leaves) > 1 else state, region)
-                        yield key, (local, stamp(leaf, local))
+            for state, value in [("", param), *self._optimizer.state.get(param, {}).items()]:
+                # Taken apart once: half of the time of a look at small tensors went there.
+                shard = value.to_local() if isinstance(value, DTensor) else value
+                plain = type(shard) in (Tensor, nn.Parameter)  # what is inside of others may change, and they stay
+                place = shard.data_ptr() if plain else 0  # `.data` may have got other memory
+                before = known.get(id(value))
+                if before is None or before[0] is not value or before[1] is not shard or before[2] != place:
+                    before = value, shard, place, [*_leaves(name, state, value, region)]
+                if plain:
+                    self._known[id(value)] = before
+                for key, leaf, local in before[3]:
+                    yield key, (local, stamp(leaf, local))
 
     def _gradients_now(self) -> Held:
         """Without those that an optimizer on the host has taken."""
@@ -252,7 +264,7 @@ class CorruptionGuard:
         replayed = self._replay.found()
         if self._run.mesh.spec.world_size == 1:
             sentences = [f"{_listed(map(str, changed))} changed while nothing wrote it."] if changed else []
-            return (0,), " ".join([*sentences, *([replayed[1]] if replayed else [])])
+            return self._run.mesh.ranks, " ".join([*sentences, *([replayed[1]] if replayed else [])])
         grads = [key for key in changed if key.state == GRADIENT]
         keys, sums = [*keys, *grads], torch.cat([sums, sums.new_zeros(len(grads))])
         hashes = [_identity(key) for key in keys]
@@ -260,10 +272,11 @@ class CorruptionGuard:
             self._of_ranks(torch.as_tensor(each)).tolist()
             for each in (hashes, sums, [int(key in changed) for key in keys])
         ]
-        names: list[tuple[str, dict[int, str]]] = [("", {})] * self._run.mesh.spec.world_size
+        world = self._run.mesh.ranks
+        names: list[tuple[str, dict[int, str]]] = [("", {})] * len(world)
         held: dict[int, dict[int, int]] = {}  # tensor: rank: its sum
         at_rest: dict[int, list[int]] = {}
-        for rank, row in enumerate(zip(*of_ranks, strict=True)):
+        for rank, row in zip(world, zip(*of_ranks, strict=True), strict=True):
             for tensor, digest, moved in zip(*row, strict=True):
                 if tensor:
                     held.setdefault(tensor, {})[rank] = digest
@@ -274,7 +287,7 @@ class CorruptionGuard:
         wrong = [*at_rest] if at_rest or replayed else differing
         mine = {each: str(key) for each, key in zip(hashes, keys, strict=True) if each in wrong}
         dist.all_gather_object(names, (socket.gethostname(), mine), group=self._run.mesh.group)
-        hosts = [host for host, _ in names]
+        hosts = {rank: host for rank, (host, _) in zip(world, names, strict=True)}
         named = {tensor: name for _, each in names for tensor, name in each.items()}
         found: dict[str, list[str]] = {}
         ranks = {*(replayed[0] if replayed else [])}
@@ -285,6 +298,17 @@ class CorruptionGuard:
             found.setdefault(f"{words} (on {', '.join(on)})", []).append(named[tensor])
         sentences = [f"{_listed(each)} {words}." for words, each in found.items()]
         return tuple(sorted(ranks)), " ".join([*sentences, *([replayed[1]] if replayed else [])])
+
+
+def _leaves(
+    name: str, state: str, value: Any, region: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """(key, tensor, this rank's shard of it) of a parameter, or of a state of the optimizer, which may have several."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    for index, leaf in enumerate(leaves):
+        local = local_tensor(leaf)
+        if local.numel():
+            yield Key(name, f"{state}[{index}]" if len(leaves) > 1 else state, region), leaf, local
 
 
 def _blamed(held: dict[int, int], at_rest: list[int]) -> tuple[list[int], str]:
@@ -330,6 +354,7 @@ class _Watcher:
 
     def begin(self, microbatches: int) -> int | None:
         self._gradients.end()  # of a step before, to which this one adds
+        self._norms.begin()
         return self._replay.begin(microbatches)
 
     def around(self, microbatch: int, place: int) -> AbstractContextManager[None]:

@@ -231,12 +231,12 @@ class LinkHistory:
         self._links: dict[tuple[str, tuple[int, ...]], _Known] = {}
         self._least_work_s: dict[int, float] = {}
 
-    def compared(self, links: Iterable[Link], *, work_s: Sequence[float], step_s: float) -> tuple[Link, ...]:
-        """With what each is compared to, and whether it stands out. work_s: of each rank, without its waits, in a step."""
-        pace = []  # of each rank: a busy machine slows its work down too
-        for rank, seconds in enumerate(work_s):
+    def compared(self, links: Iterable[Link], *, work_s: Mapping[int, float], step_s: float) -> tuple[Link, ...]:
+        """With what each is compared to, and whether it stands out. work_s: by rank, without its waits, in a step."""
+        pace: dict[int, float] = {}  # of each rank: a busy machine slows its work down too
+        for rank, seconds in work_s.items():
             least_s = self._least_work_s[rank] = min(seconds, self._least_work_s.get(rank, seconds))
-            pace.append(seconds / least_s if least_s > 0 else 1.0)
+            pace[rank] = seconds / least_s if least_s > 0 else 1.0
         links = sorted(links, key=lambda link: (link.axis, link.ranks))
         return tuple(self._compared(link, links, min(pace[rank] for rank in link.ranks), step_s) for link in links)
 

@@ -49,7 +49,7 @@ class NonFiniteGuard:
         # Every rank takes this branch, since all have the same norm: the gather cannot hang.
         finite = [True] * run.mesh.spec.world_size
         dist.all_gather_object(finite, bool(torch.isfinite(torch.as_tensor(run.local_loss))), group=run.mesh.group)
-        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        ranks = [rank for rank, is_finite in zip(run.mesh.ranks, finite, strict=True) if not is_finite]
         where = (
             f"the loss of rank {', '.join(map(str, ranks))} is not finite" if ranks else "every rank's loss is finite"
         )
@@ -80,7 +80,8 @@ def _first_module(run: Run) -> str:
         return (
             "Run again, all modules return finite values: it was the loss function, the backward, or a passing fault. "
         )
-    ranks = [str(rank) for rank, entries in enumerate(modules_of_ranks) if first in entries]
+    of_ranks = zip(run.mesh.ranks, modules_of_ranks, strict=True)
+    ranks = [str(rank) for rank, entries in of_ranks if first in entries]
     return f"Run again, the first value that is not finite is returned by {first[1]} on rank {', '.join(ranks)}. "
 
 

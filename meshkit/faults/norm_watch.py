@@ -18,7 +18,7 @@ FACTOR = 100.0  # of the odds: ten of the norm, which few bits of an exponent ex
 
 @dataclass(frozen=True)
 class Outlier:
-    """share, usual: of the squared gradient norm of all ranks, and its median over the last steps."""
+    """rank: of the world. share, usual: of the squared gradient norm of all ranks, and its median over the last steps."""
 
     step: int
     rank: int
@@ -46,11 +46,19 @@ class NormWatch:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._new: list[Tensor] = []
+        self._is_new = True  # no squares of this step yet
         self._odds = torch.zeros(0, mesh.spec.world_size, dtype=torch.float64)  # [steps, ranks]
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._is_new = True
+
     def add(self, squares: Tensor) -> None:
-        """squares: of this rank's gradients in one step, fp64 []."""
+        """squares: of this rank's gradients, fp64 []. Of a step whose norm is asked for twice the last counts."""
+        if not self._is_new and self._new:
+            self._new.pop()
         self._new.append(squares.detach().to(self._mesh.device))
+        self._is_new = False
 
     def forget(self) -> None:
         self._new.clear()
@@ -75,7 +83,7 @@ class NormWatch:
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self._mesh.group)  # on every rank: all found the same
         shares = _share(float(odds[row, rank])), _share(usual)
-        return Outlier(step - len(odds) + 1 + row, rank, hosts[rank], *shares)
+        return Outlier(step - len(odds) + 1 + row, self._mesh.ranks[rank], hosts[rank], *shares)
 
 
 def first_outlier(before: Tensor, new: Tensor) -> tuple[int, int, float] | None:
@@ -84,9 +92,11 @@ def first_outlier(before: Tensor, new: Tensor) -> tuple[int, int, float] | None:
         known = torch.cat([before, new[:row]])[-KEPT:]
         if len(known) < LEAST:
             continue
-        usual = known.median(0).values
-        rank = int((odds / usual).nan_to_num(nan=0.0).argmax())
-        if float(odds[rank]) > FACTOR * float(usual[rank]):
+        usual = known.nanmedian(0).values  # of steps with a gradient; infinite where a rank has them all
+        known_of = (usual > 0) & usual.isfinite() & ~odds.isnan()  # a rank that usually has none has no usual share
+        times = torch.where(known_of, odds / usual, 0.0)
+        rank = int(times.argmax())
+        if float(times[rank]) > FACTOR:
             return row, rank, float(usual[rank])
     return None
 

@@ -160,8 +160,8 @@ class Replay:
         first = min((each for _, each in told if each is not None), default=None)
         if first is None:
             return None
-        ranks = [rank for rank, (_, each) in enumerate(told) if each == first]
-        on = ", ".join(dict.fromkeys(told[rank][0] for rank in ranks))
+        same = [(rank, host) for rank, (host, each) in zip(mesh.ranks, told, strict=True) if each == first]
+        ranks, on = [rank for rank, _ in same], ", ".join(dict.fromkeys(host for _, host in same))
         return ranks, f"{first.what} {first.module} on {ranges_in_words(ranks)} when a microbatch ran again (on {on})."
 
     def forget(self) -> None:

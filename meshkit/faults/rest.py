@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshkit.core.word_sum import word_sum
+from meshkit.core.word_sum import word_sums
 
 # [Note: what may be written]
 # A tensor counts as at rest if it is the same object at the same address with the same counter of in-place writes. Writes
@@ -67,6 +67,16 @@ class AtRest:
         keys = (*unwritten,)
         self._changed[keys] = changed | self._changed[keys] if keys in self._changed else changed
 
+    @torch.no_grad()
+    def sums(self, tensors: Mapping[Key, tuple[Tensor, Stamp]]) -> Tensor:
+        """int64 [tensors]: of those at rest as they were at `begin`, to which `look` and `end` hold them; of others now."""
+        stamps = enumerate((self._stamps or {}).items())
+        at_rest = {key: index for index, (key, stamp) in stamps if key in tensors and tensors[key][1] == stamp}
+        own = digests((local for key, (local, _) in tensors.items() if key not in at_rest), self._device)
+        turn = iter(range(len(self._before), len(self._before) + len(own)))
+        places = [at_rest[key] if key in at_rest else next(turn) for key in tensors]
+        return torch.cat([self._before, own])[torch.tensor(places, dtype=torch.int64, device=self._device)]
+
     def end(self) -> None:
         """Compare, and from now on it may be written."""
         self.look()
@@ -93,5 +103,5 @@ class AtRest:
 
 def digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """int64 [tensors]"""
-    sums = [word_sum(local).to(device) for local in tensors]
+    sums = [each.to(device) for each in word_sums([*tensors])]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)

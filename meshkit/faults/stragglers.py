@@ -27,11 +27,12 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """busy_s: seconds in which each rank of the mesh worked in a step, without its waits. hosts: of each rank. links: the
-    matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank. most_busy_s: as `busy_s`, of
-    the slowest measured step, where that is of the quickest."""
+    """ranks: of the world, those of the mesh. busy_s: seconds in which each of them worked in a step, without its waits.
+    hosts: of each. links: the matrix of the mesh, by axis; none on CUDA. step_s: of the quickest step, on the slowest rank.
+    most_busy_s: as `busy_s`, of the slowest measured step, where that is of the quickest."""
 
     step: int
+    ranks: tuple[int, ...]
     busy_s: tuple[float, ...]
     hosts: tuple[str, ...]
     links: tuple[Link, ...] = ()
@@ -40,19 +41,23 @@ class Report:
 
     @property
     def slowest(self) -> int:
-        return max(range(len(self.busy_s)), key=self.busy_s.__getitem__)
+        return self.ranks[self._at]
+
+    @property
+    def _at(self) -> int:
+        return self.busy_s.index(max(self.busy_s))
 
     @property
     def over_median(self) -> float:
         """The slowest rank's work over the median of the ranks."""
-        return self.busy_s[self.slowest] / statistics.median_low(self.busy_s)
+        return max(self.busy_s) / statistics.median_low(self.busy_s)
 
     def has_straggler(self, factor: float) -> bool:
         """Whether the slowest rank works `factor` times as long as the median, a share of the step longer, and in its
         quickest step longer than others in their slowest."""
-        works_s, others = self.busy_s[self.slowest], [*self.most_busy_s]
+        works_s, others = max(self.busy_s), [*self.most_busy_s]
         if others:
-            del others[self.slowest]
+            del others[self._at]
         longer = works_s - statistics.median_low(self.busy_s) > SHARE * self.step_s
         return self.over_median > factor and longer and (not others or works_s > statistics.median_low(others))
 
@@ -83,8 +88,8 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: rank {self.slowest} on {self.hosts[self.slowest]} is the slowest. It works "
-            f"{self.busy_s[self.slowest]:.3g} s a step, {self.over_median:.1f} times the median of {len(self.busy_s)} ranks, "
+            f"step {self.step}: rank {self.slowest} on {self.hosts[self._at]} is the slowest. It works "
+            f"{max(self.busy_s):.3g} s a step, {self.over_median:.1f} times the median of {len(self.busy_s)} ranks, "
             "and the others wait for it."
         )
 
@@ -168,13 +173,15 @@ class Stragglers:
         gathered: list[tuple[float, float, str, float, list[Link]]] = [local] * self._mesh.spec.world_size
         dist.all_gather_object(gathered, local, group=self._mesh.group)
         work_s, step_s = tuple(busy_s for busy_s, *_ in gathered), max(wall_s for *_, wall_s, _ in gathered)
-        found = [link for *_, of_rank in gathered for link in of_rank]
+        found = [link for *_, own in gathered for link in own]
+        of_rank = dict(zip(self._mesh.ranks, work_s, strict=True))
         before = self.last.slowest if self.last is not None and self._slowest_in_a_row else None
         self.last = Report(
             step=step,
+            ranks=self._mesh.ranks,
             busy_s=work_s,
             hosts=tuple(host for _, _, host, *_ in gathered),
-            links=self._history.compared(found, work_s=work_s, step_s=step_s),
+            links=self._history.compared(found, work_s=of_rank, step_s=step_s),
             step_s=step_s,
             most_busy_s=tuple(most_s for _, most_s, *_ in gathered),
         )

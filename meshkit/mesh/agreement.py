@@ -169,8 +169,11 @@ class Agreement:
         return not math.isfinite(summed) or bool(int(summed) % (1 << self._bits))
 
     def _difference(self, calls: list[Call], turn: float) -> str:
-        told = Told(rank=self._mesh.rank, host=socket.gethostname(), calls=[call.in_text() for call in calls])
-        groups = {scope: each.groups for scope, each in self._scopes.items()}
+        world = self._mesh.ranks  # people and logs know a rank by its number there
+        told = Told(rank=world[self._mesh.rank], host=socket.gethostname(), calls=[call.in_text() for call in calls])
+        groups = {
+            scope: [[world[rank] for rank in group] for group in each.groups] for scope, each in self._scopes.items()
+        }
         key = f"agreement/{self._mesh.group.group_name}/{turn}"
         return difference(_torch.world_store().clone(), key, told, groups, OTHERS)
 

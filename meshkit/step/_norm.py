@@ -40,11 +40,12 @@ def _norm(model: Run | nn.Module | Iterable[Tensor], what: str, facts: Mapping[s
         sums[sharded] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
     if not isinstance(model, Run):
         return _sum_over(sums, axes).sqrt()
-    if model.watcher is not None and sums:
-        model.watcher.measured(torch.stack([*sums.values()]).sum())
+    none = torch.zeros((), dtype=torch.float64, device=model.mesh.device)
+    if model.watcher is not None:  # also of a rank without gradients: the others ask for its part
+        model.watcher.measured(torch.stack([*sums.values()]).sum() if sums else none)
     # A stage has gradients of its own. Of those that several ranks have alike, the first of them adds.
     own = [value for sharded, value in sums.items() if _is_first(model.mesh, sharded)]
-    total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64, device=model.mesh.device)
+    total = torch.stack(own).sum() if own else none
     (total,) = model.mesh.agreement.meet(what, total, facts=facts)
     return total.sqrt()
 

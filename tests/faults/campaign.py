@@ -274,7 +274,8 @@ def _says_call(text: str, rank: int, struck: Mapping[str, Any]) -> bool:
     counts: dict[str, set[int]] = defaultdict(set)
     for axis, _, count in struck["calls"]:
         counts[axis].update((count, count + 1))
-    return any(count in counts.get(axis, {1}) for _, count, axis in told)
+    # A group of no mesh, as a checkpoint's, is told by its ranks.
+    return any(count in counts.get("" if axis.startswith("ranks ") else axis, {1}) for _, count, axis in told)
 
 
 def _ranks(words: str) -> set[int]:

@@ -115,6 +115,7 @@ def test_a_step_leaves_its_calls_by_axis_alike_on_both_ends(spec: str, wanted: s
 def stuck(folder: str) -> tuple[str, list[str]]:
     """Rank 1 makes one call less, for a while."""
     _torch.record_calls()
+    files = CallFiles(folder)
     mesh = mk.init_mesh("dp_shard=2", device_type="cpu")
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3), group=mesh.group)
@@ -122,7 +123,7 @@ def stuck(folder: str) -> tuple[str, list[str]]:
     if work is not None:
         call = list(ring.calls)[-1]
         call.waited = time.monotonic()  # as inside of wait
-    CallFiles(folder).write(rank, f"step 3, of rank {rank}")
+    files.write(rank, f"step 3, of rank {rank}")
     said = waits_in(last_calls(), rank)
     time.sleep(1)
     if work is None:
@@ -146,6 +147,27 @@ def test_a_folder_without_rings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(mk.MeshkitError, match="cannot be written"):
         CallFiles(tmp_path / "file" / "folder")
+
+
+def test_files_of_a_job_before_are_no_part_of_this_one(tmp_path: Path) -> None:
+    """It had a rank more, and its rank 1 was killed in this life before it wrote anything."""
+    before = CallFiles(tmp_path)
+    for rank in (0, 1, 2):
+        before.write(rank, "step 9")
+    assert "rank 2 on" in read_calls(tmp_path) and "Left out" not in read_calls(tmp_path)
+    CallFiles(tmp_path).write(0, "step 1")
+    said = read_calls(tmp_path)
+    assert "step 1" in said and "step 9" not in said
+    assert "Left out, since they were written before this job began: the files of ranks 1-2." in said
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"rank": 0}', '{"rank": 0, "calls": [{"id": 1}], "host": "", "location": ""}']
+)
+def test_a_file_that_is_no_ring_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank-0.json").write_text(text)
+    with pytest.raises(mk.MeshkitError, match=r"rank-0\.json is not what run_main\(main, calls=FOLDER\) writes"):
+        read_calls(tmp_path)
 
 
 def cost(calls: int) -> float:

@@ -73,5 +73,8 @@ def test_the_judge_takes_no_other_rank_call_or_cause_for_right() -> None:
     assert not judged(killed, [said.replace("rank 0 on", "rank 1 on")], made)["rank"]
     assert not judged(killed, [said.replace(f"on {host}", "on elsewhere")], made)["host"]
     assert not judged(killed, [said.replace("call 12", "call 11000")], made)["call"]
+    unnamed = said.replace("on dp_shard (", "on ranks 0-1 (")
+    assert judged(killed, [unnamed], {"calls": [["", False, 11]]})["call"]
+    assert not judged(killed, [unnamed], {"calls": [["", False, 9]]})["call"]
     assert not judged(killed, [said.replace("rank 0 is missing", "rank 1 is missing")], made)["call"]
     assert not any(judged(killed, [""], made)[aspect] for aspect in ASPECTS if aspect != "in_time")

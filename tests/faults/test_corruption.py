@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import meshkit as mk
 from meshkit.core.sharding import local_tensor
@@ -237,3 +238,36 @@ CALM = [
 @pytest.mark.parametrize("cell", CALM, ids=lambda cell: f"{cell.mesh}-{cell.dtype}")
 def test_nothing_is_named_where_nothing_flips(cell: Cell) -> None:
     assert pool(mk.MeshSpec.parse(cell.mesh).world_size).run(quiet, cell)[0] == 8
+
+
+def with_other_memory(cell: Cell) -> list[str]:
+    """A weight and a moment get other memory through `.data`, as a load may do it; then a bit flips in it."""
+    run, optimizer, gradients = training(cell)
+    said = []
+    for kind in ("weight", "moment"):
+        with CorruptionGuard(run, optimizer, every_steps=4) as guard, pytest.raises(CorruptionError) as raised:
+            for step in range(1, 5):
+                gradients()
+                if step == 4 and run.mesh.rank == 0:
+                    flip(of_layer(run, optimizer, kind), 0.5, 1)
+                optimizer.step()
+                if step == 2:
+                    shard = of_layer(run, optimizer, kind)
+                    shard.data = shard.data.clone()
+                guard.check(step)
+        said.append(str(raised.value))
+    return said
+
+
+@torch.no_grad()
+def of_layer(run: mk.Run, optimizer: Any, kind: str) -> Any:
+    """This rank's shard, the very object."""
+    param = dict(run.named_parameters())["layers.1.mlp.up_proj.weight"]
+    tensor = param if kind == "weight" else optimizer.state[param]["exp_avg_sq"]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_a_flip_in_memory_that_was_given_since_is_found() -> None:
+    for weight, moment in pool(2).run(with_other_memory, Cell(mesh="tp=2")):
+        assert "layers.1.mlp.up_proj.weight changed on rank 0 while nothing wrote it" in weight
+        assert "exp_avg_sq of layers.1.mlp.up_proj.weight changed on rank 0 while nothing wrote it" in moment

@@ -71,7 +71,7 @@ def link(ranks: tuple[int, ...], *steps_s: float, starved_s: float = 0.0) -> Lin
 def slow_in(history: LinkHistory, *links: Link, work_s: float = 1.0, step_s: float = 1.0) -> list[tuple[int, ...]]:
     """Of two reports alike."""
     for _ in range(IN_A_ROW):
-        found = history.compared(links, work_s=[work_s] * 4, step_s=step_s)
+        found = history.compared(links, work_s=dict.fromkeys(range(4), work_s), step_s=step_s)
     return [each.ranks for each in found if each.is_slow]
 
 
@@ -81,14 +81,14 @@ def test_a_link_is_compared_to_others_of_its_axis_and_to_its_own_best() -> None:
     assert slow_in(LinkHistory(), link((0, 2), 0.5), link((1, 3), 0.1)) == [(0, 2)]
     assert slow_in(history, link((0, 2), 0.5), link((1, 3), 0.5)) == [(0, 2), (1, 3)]
     assert slow_in(LinkHistory(), link((0, 2), 0.5), link((1, 3), 0.1), step_s=100.0) == []  # nobody notices
-    (one, _) = history.compared([link((0, 2), 0.5), link((1, 3), 0.5)], work_s=[1.0] * 4, step_s=1.0)
+    (one, _) = history.compared([link((0, 2), 0.5), link((1, 3), 0.5)], work_s=dict.fromkeys(range(4), 1.0), step_s=1.0)
     assert "the link between ranks 0 and 2 on dp_shard is slow: 3 calls of a step take 0.5 s" in str(one)
 
 
 def test_one_report_names_no_link() -> None:
     history, calm = LinkHistory(), link((1, 3), 0.1)
     for wire_s in (0.5, 0.1, 0.5, 0.1):
-        found = history.compared([link((0, 2), wire_s), calm], work_s=[1.0] * 4, step_s=1.0)
+        found = history.compared([link((0, 2), wire_s), calm], work_s=dict.fromkeys(range(4), 1.0), step_s=1.0)
         assert not any(each.is_slow for each in found)
 
 
@@ -121,7 +121,9 @@ def test_noise_names_no_link_and_hides_none() -> None:
         busy = 1.0 + 4.0 * (report // 20 % 2)  # comes and goes
         steps = {ranks: [0.1 * busy * (1 + drawn.expovariate(1.5)) for _ in range(3)] for ranks in ((0, 2), (1, 3))}
         links = [link(ranks, *values) for ranks, values in steps.items()]
-        false += any(each.is_slow for each in history.compared(links, work_s=[busy] * 4, step_s=busy))
+        false += any(
+            each.is_slow for each in history.compared(links, work_s=dict.fromkeys(range(4), busy), step_s=busy)
+        )
         if report % 100 == 50:  # ten times as slow, in two reports
             slow = [link((0, 2), *(10 * value for value in steps[0, 2])), links[1]]
             missed += slow_in(copy.deepcopy(history), *slow, work_s=busy, step_s=10 * busy) != [(0, 2)]

@@ -70,7 +70,7 @@ def test_ranks_with_the_same_work_name_nobody() -> None:
 
 def test_a_rank_is_slow_only_if_a_step_takes_longer_by_it() -> None:
     """The rest of the step is a slow link, say, and nobody waits for the rank."""
-    report = Report(step=8, busy_s=(0.06, 0.06, 0.06, 0.13), hosts=("a",) * 4, step_s=1.5)
+    report = Report(step=8, ranks=(0, 1, 2, 3), busy_s=(0.06, 0.06, 0.06, 0.13), hosts=("a",) * 4, step_s=1.5)
     assert report.over_median > 2 and not report.has_straggler(2)
     assert replace(report, step_s=0.3).has_straggler(2)
     busy = replace(report, step_s=0.3, most_busy_s=(0.2, 0.3, 0.2, 0.2))  # others take as long now and then
