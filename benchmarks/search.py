@@ -2,7 +2,8 @@
 
     python benchmarks/search.py                          # each in a process of its own, one after the other
     python benchmarks/search.py --models 70b --record    # adds rows to results/search.jsonl
-    python benchmarks/search.py --plain                  # ZeRO stages alone, and one mode of recompute for all blocks
+    python benchmarks/search.py --plain                  # of rows of shardings the ZeRO stages alone
+    python benchmarks/search.py --mix                    # mixtures of two modes of recompute too
 
 The default space on the datasheet of H100s with 80 GiB, bf16, the model's own plan. CPU seconds are of the one process, which
 has one thread; on a machine with nothing else they are the seconds that it takes.
@@ -61,7 +62,7 @@ CASES = {
 }
 
 
-def measured(name: str, plain: bool) -> dict[str, Any]:
+def measured(name: str, plain: bool, mix: bool) -> dict[str, Any]:
     case, model = CASES[name], CASES[name].model()
     fixed = mk.Strategy(plan=mk.models.model_plan(case.config), memory=mk.MemoryPolicy(precision=Precision()))
     batch = mk.Batch(sequences=case.sequences, seq_len=case.seq_len)
@@ -80,7 +81,7 @@ def measured(name: str, plain: bool) -> dict[str, Any]:
         "h100",
         batch,
         world=case.ranks,
-        space=mk.Space(data=(DataPolicy(),), mix=False) if plain else mk.Space(),
+        space=mk.Space(data=(DataPolicy(),) if plain else mk.Space().data, mix=mix),
         device_memory=80 * GIB,
         fixed=fixed,
         limit_s=case.end_s,
@@ -90,6 +91,7 @@ def measured(name: str, plain: bool) -> dict[str, Any]:
     return {
         "model": name,
         "plain": plain,
+        "mix": mix,
         "ranks": case.ranks,
         "batch": asdict(batch),
         "wall_s": round(time.perf_counter() - began, 1),
@@ -110,12 +112,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--mix", action="store_true")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.models:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = environment() | pool.apply(measured, (name, options.plain))
+            row = environment() | pool.apply(measured, (name, options.plain, options.mix))
         print(json.dumps(row))
         if options.record:
             with RESULTS.open("a") as file:

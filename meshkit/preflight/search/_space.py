@@ -53,7 +53,7 @@ class Space:
     scheme: tuple[Scheme, ...] = ("all_gather", "ring", "ulysses")
     microbatches: tuple[int, ...] | None = None
     rows: int = 8
-    mix: bool = True
+    mix: bool = False
     balance: bool = True
 
     def __post_init__(self) -> None:

@@ -50,6 +50,10 @@ class Search:
     """schemes of cp to try, where it has several ranks"""
     schedules: tuple[str, ...] = Space().schedule
     """pipeline schedules to try"""
+    shardings: bool = True
+    """also rows of shardings beside the ZeRO stages, on meshes that tell nodes apart: hpZ, PaRO"""
+    mix: bool = Space().mix
+    """also two modes of recompute in one model, where the lighter one does not fit"""
     limit_s: float | None = None
     """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     out: Path | None = None
@@ -111,7 +115,7 @@ def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> S
         "recompute": (strategy.memory.recompute,),
     }
     changes: dict[str, Any] = {name: value for name, value in said.items() if name in given}
-    if "zero" in given:
+    if "zero" in given or not options.shardings:
         changes["data"] = (strategy.data,)
     words = [word.partition("=") for word in mesh.replace(",", " ").split()] if "mesh" in given else []
     for axis, _, size in words:
@@ -119,7 +123,7 @@ def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> S
         nodes = int(inside) if inside else 1
         changes |= {axis: (int(ranks) * nodes,)} if int(ranks) != -1 else {}
         changes |= {"dp_intra": (nodes,)} if inside else {}
-    return replace(Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules), **changes)
+    return replace(Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules, mix=options.mix), **changes)
 
 
 def _fixed(strategy: Strategy, given: set[str]) -> Strategy:

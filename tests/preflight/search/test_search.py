@@ -58,7 +58,6 @@ EXPERTS = mk.Strategy(plan=mk.models.model_plan(MOE))
 
 SPACE = mk.Space(
     data=(DataPolicy(),),
-    mix=False,
     pp=(1, 2),
     tp=(1, 2),
     dp_replicate=(1,),
@@ -312,7 +311,7 @@ def test_a_mixture_of_recompute_is_the_fastest_that_fits_of_all_numbers_of_block
     least, most = every[tuple(map(len, of_rank))][1], every[(0,) * ranks][1]
     assert least < most
     space = mk.Space(**{axis: (getattr(plain.mesh_for(), axis),) for axis in ("pp", "dp_shard", "tp", "dp_replicate")})
-    space = replace(space, recompute=("none", "full"), zero=(None,), microbatches=(4,), balance=False)
+    space = replace(space, recompute=("none", "full"), zero=(None,), microbatches=(4,), mix=True, balance=False)
     space = replace(space, schedule=(pipeline.schedule,))
     mixtures, added = 0, 0.0
     for share in (0.01, 0.35, 0.7, 1.0):
