@@ -2,6 +2,8 @@
 
     python benchmarks/search.py                          # each in a process of its own, one after the other
     python benchmarks/search.py --models 70b --record    # adds rows to results/search.jsonl
+    python benchmarks/search.py --plain                  # of rows of shardings the ZeRO stages alone
+    python benchmarks/search.py --mix                    # mixtures of two modes of recompute too
 
 The default space on the datasheet of H100s with 80 GiB, bf16, the model's own plan. CPU seconds are of the one process, which
 has one thread; on a machine with nothing else they are the seconds that it takes.
@@ -23,7 +25,7 @@ from rows import environment
 from torch import nn
 
 import meshkit as mk
-from meshkit.strategy import Precision
+from meshkit.strategy import DataPolicy, Precision
 
 RESULTS = Path(__file__).parent / "results/search.jsonl"
 GIB = 2**30
@@ -60,7 +62,7 @@ CASES = {
 }
 
 
-def measured(name: str) -> dict[str, Any]:
+def measured(name: str, plain: bool, mix: bool) -> dict[str, Any]:
     case, model = CASES[name], CASES[name].model()
     fixed = mk.Strategy(plan=mk.models.model_plan(case.config), memory=mk.MemoryPolicy(precision=Precision()))
     batch = mk.Batch(sequences=case.sequences, seq_len=case.seq_len)
@@ -79,6 +81,7 @@ def measured(name: str) -> dict[str, Any]:
         "h100",
         batch,
         world=case.ranks,
+        space=mk.Space(data=(DataPolicy(),) if plain else mk.Space().data, mix=mix),
         device_memory=80 * GIB,
         fixed=fixed,
         limit_s=case.end_s,
@@ -87,6 +90,8 @@ def measured(name: str) -> dict[str, Any]:
     print(found, flush=True)
     return {
         "model": name,
+        "plain": plain,
+        "mix": mix,
         "ranks": case.ranks,
         "batch": asdict(batch),
         "wall_s": round(time.perf_counter() - began, 1),
@@ -106,12 +111,14 @@ def measured(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--mix", action="store_true")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.models:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = environment() | pool.apply(measured, (name,))
+            row = environment() | pool.apply(measured, (name, options.plain, options.mix))
         print(json.dumps(row))
         if options.record:
             with RESULTS.open("a") as file:

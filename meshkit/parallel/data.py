@@ -21,7 +21,7 @@ from meshkit.core.arguments import require
 from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
-from meshkit.parallel.hops import before_microbatch_in_hops, forget_copies, reduce_in_hops
+from meshkit.parallel.hops import before_microbatch_in_hops, forget_copies, gathers_again, reduce_in_hops
 from meshkit.parallel.shardings import ShardMesh, zero_row
 from meshkit.parallel.wires import quantize_wires
 from meshkit.parallel.writes import swapped
@@ -300,6 +300,8 @@ def gather_around(block: nn.Module, inner: nn.Module, *, free: bool) -> None:
     if not isinstance(inner, FSDPModule):
         return
     inner.set_reshard_after_forward(False)
+    if free:
+        gathers_again(inner)
 
     def after(module: nn.Module, args: Any, out: Any) -> None:
         if free:

@@ -63,6 +63,12 @@ def before_microbatch_in_hops(module: nn.Module, *, first: bool, last: bool) -> 
             reduction.begin(first=first, last=last)
 
 
+def gathers_again(unit: nn.Module) -> None:
+    """Keep the secondary copy of a unit from forward to backward, though FSDP does not free the unit: somebody else does."""
+    if (gather := unit.__dict__.get(_GATHER)) is not None:
+        gather.is_freed()
+
+
 def forget_copies(module: nn.Module) -> None:
     """Free the secondary copies: what is gathered next is of the shards as they are."""
     for each in module.modules():
@@ -101,6 +107,9 @@ class _Gather(UnitCollective):
         self._in_step = self._last = False
         self._copy: Tensor | None = None
         self._written: torch.Event | None = None
+
+    def is_freed(self) -> None:
+        self._frees = True
 
     def begin(self, *, first: bool, last: bool) -> None:
         if first:

@@ -7,6 +7,7 @@ one after the other, and what is sharded over a wider level is sharded over a na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +89,25 @@ def axes_between(inner: Level, outer: Level, *, experts: bool = False) -> tuple[
     axes = _EXPERTS if experts else _DENSE
     first, end = _FIRST[outer], _FIRST[inner]
     return () if first is None else axes[first:end]
+
+
+def ranks_between(spec: MeshSpec, inner: Level, outer: Level, *, experts: bool = False) -> int:
+    """Ranks of those axes together; from "none" to a level, over how many something of that level is sharded."""
+    return prod(getattr(spec, axis) for axis in axes_between(inner, outer, experts=experts))
+
+
+def spread_of(row: Shardings, spec: MeshSpec) -> tuple[int, ...]:
+    """Over how many ranks parameters, gradients and states are sharded, and those of experts: rows in which all of them are
+    equal are one row on this mesh.
+    """
+    levels = (row.parameters, row.gradients, row.states)
+    views = (False, True) if spec.ep * spec.etp > 1 else (False,)
+    return tuple(ranks_between(spec, "none", level, experts=experts) for experts in views for level in levels)
+
+
+def hops_between(spec: MeshSpec, level: Level, states: Level, *, experts: bool = False) -> int:
+    """Ranks of the outer hop of what lies between "none" and states; 1 where there is one hop."""
+    return 1 if level == "none" else ranks_between(spec, level, states, experts=experts)
 
 
 def axes_outside(level: Level, *, experts: bool = False) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
         attending = {name: child for name, child in outer.items() if any(map(_is_attention, child.modules()))}
         # On a tie the one that is named first.
         name = max(attending or outer, key=lambda name: len(lists[name]), default=None)
-    return [] if name is None else [join(name, str(index)) for index in range(len(lists[name]))]
+    return [] if name is None else [join(name, key) for key in lists[name]._modules]
 
 
 def _declared_layers(modules: dict[str, nn.Module]) -> str | None:

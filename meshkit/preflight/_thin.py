@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from meshkit.memory import Treatment
 from meshkit.program import Program, read_program
 from meshkit.resolve import Resolved
 
@@ -41,6 +42,20 @@ def kinds_of_blocks(model: nn.Module, blocks: Sequence[str], treated: Mapping[st
         )
         for name, module in modules.items()
     }
+
+
+_KINDS: WeakKeyDictionary[Program, dict[tuple[str, ...], dict[str, str]]] = WeakKeyDictionary()
+
+
+def alike_blocks(resolved: Resolved) -> dict[str, tuple[str, Treatment]]:
+    """Block -> what it is like: the first block of the same modules, parameters and settings, and the treatment. Where two
+    strategies treat other blocks of equal ones so, what was traced for the one is that of the other.
+    """
+    known = _KINDS.setdefault(resolved.program, {})
+    blocks = tuple(resolved.blocks)
+    if blocks not in known:
+        known[blocks] = kinds_of_blocks(resolved.program.model, blocks, {})
+    return {name: (kind, resolved.treatments[name]) for name, kind in known[blocks].items()}
 
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:

@@ -14,8 +14,9 @@ from meshkit.mask import Mask
 from meshkit.parallel.data import kept_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
+from meshkit.parallel.shardings import hops_between, ranks_between
 from meshkit.preflight._inner import inner_mesh
-from meshkit.preflight._thin import kinds_of_blocks
+from meshkit.preflight._thin import alike_blocks, kinds_of_blocks
 from meshkit.preflight.estimate._composed import Composed, ComposedRank
 from meshkit.preflight.estimate._estimate import CUDA_GRANULE, Kernels, estimate
 from meshkit.preflight.estimate._fsdp import Buffers
@@ -30,18 +31,19 @@ from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
 from meshkit.preflight.explain import LocalParam
 from meshkit.resolve import Resolved
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import DataPolicy, OptimizerPolicy
+from meshkit.strategy import OptimizerPolicy
 
 PARAMETERS, MOMENTS = GROUPS.index("parameters"), GROUPS.index("optimizer state")
 
 
 @dataclass(eq=False)
 class _Traced:
-    """A template, its kinds of blocks, and what was replayed of it already."""
+    """A template, its kinds of blocks, what each block was like, and what was replayed of it already."""
 
     template: Template
     kinds: Mapping[str, str]
     parts: Parts
+    alike: Mapping[str, Hashable]
     swings: dict[tuple[int, Treated, frozenset[int]], tuple[Swing, Swing | None]] = field(default_factory=dict)
 
     @cached_property
@@ -92,26 +94,33 @@ class MemoryProfiles:
         kernels: Kernels,
     ) -> _Traced:
         """Of one microbatch. Raises: Unlike for a model whose blocks do not run in a row."""
-        strategy, kinds = resolved.strategy, self.kinds(resolved)
+        strategy, kinds, alike = resolved.strategy, self.kinds(resolved), alike_blocks(resolved)
         memory = replace(strategy.memory, recompute="none", offload=None, optimizer=OptimizerPolicy())
         key: Hashable = (
             id(resolved.program.model),
             inner_mesh(resolved.spec),
-            tuple((kind, resolved.treatments[kind]) for kind in dict.fromkeys(kinds.values())),
+            frozenset(alike.values()),
             repr((strategy.plan, strategy.context, strategy.experts, memory)),
             (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
             () if resolved.cut is None else resolved.cut.tied,
         )
-        if key not in self._traced:
+        exact = key, tuple(resolved.treatments.items())
+        if key not in self._traced and exact not in self._traced:
             self._kept.append((resolved.program, mask))
             try:
-                self._traced[key] = _trace(resolved, kinds, rows, seq_len, mask, loss, kernels)
+                traced = _trace(resolved, kinds, rows, seq_len, mask, loss, kernels)
+                # Blocks that are known by their numbers are each of a kind of their own.
+                self._traced[key if traced.kinds == kinds else exact] = traced
             except Unlike as error:
                 self._traced[key] = error
-        found = self._traced[key]
+        found = self._traced.get(exact) or self._traced[key]
         if isinstance(found, MeshkitError):
             raise found
-        return found
+        if exact in self._traced or found.kinds == kinds:
+            return found
+        # Other blocks of the same kinds are treated so.
+        of_kinds = {found.alike[name]: kind for name, kind in found.kinds.items()}
+        return replace(found, kinds={name: of_kinds[kind] for name, kind in alike.items()})
 
     def crossing(self, resolved: Resolved, cut: Cut, *, rows: int, tokens: int, granule: int) -> dict[int, Crossing]:
         """By the stage that receives."""
@@ -153,7 +162,7 @@ def _trace(
         # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
         kinds = {name: name for name in kinds}
         trace = traced(kinds)
-    return _Traced(template(trace, set(kinds.values())), kinds, parts_of(resolved, kinds))
+    return _Traced(template(trace, set(kinds.values())), kinds, parts_of(resolved, kinds), alike_blocks(resolved))
 
 
 def compose(
@@ -172,7 +181,8 @@ def compose(
     resolved: the strategy on its mesh, by `resolve`. rows, seq_len: a rank's [rows, seq_len] part of the step's batch, of the
     rank that has most, before cp splits it. microbatches: default the strategy's, or 1. profiles: kept between calls, which
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
-    Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and `Composed.within` says which.
+    Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and 3 % for experts on ranks of
+    their own under a row of `DataPolicy`; `Composed.within` says which.
     Offloaded activations, an optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
     rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result
     says why.
@@ -247,7 +257,7 @@ def _not_composed(resolved: Resolved) -> str:
         return "the optimizer's state is not AdamW's in fp32"
     if memory.precision is not None and memory.precision.fp8 is not None:
         return "fp8 keeps casts of weights"
-    if resolved.strategy.data != DataPolicy():
+    if resolved.strategy.data.gather is not None or resolved.strategy.data.reduce is not None:
         return "quantized wires have buffers of their own"
     cut = resolved.cut
     if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
@@ -301,15 +311,16 @@ def _compose(
 
 
 def _within(resolved: Resolved) -> float:
+    if resolved.strategy.data.shards and resolved.experts and in_expert_view(resolved.spec):
+        return 0.03  # what experts hold between two hops is counted at the same time as what their block does
     # Products that wait for W hold inputs which collectives of tp make; the trace, where nothing waits, shows some of them.
     return 0.015 if resolved.splits_backward and resolved.spec.tp > 1 else 0.005
 
 
 def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Walk:
     spec, cut, parts, kinds = resolved.spec, resolved.cut, traced.parts, traced.kinds
-    precision = resolved.memory.precision
-    shards = spec.dp_shard * spec.cp
-    sharded = spec.dp_replicate * shards > 1 or precision is not None
+    precision, row = resolved.memory.precision, resolved.shardings
+    sharded = spec.dp_replicate * spec.dp_shard * spec.cp > 1 or precision is not None
     in_view = in_expert_view(spec) and bool(resolved.experts_of(pp_rank))
     experts_sharded = in_view and (spec.dp_replicate * spec.edp > 1 or precision is not None)
     if experts_sharded:  # FSDP's root is there, so it takes the rest as well
@@ -322,8 +333,16 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     if any(idle.issuperset(names) for stage, names in of_stages.items() if stage != last or not stage):
         raise Unlike("compose: no block of a stage before the last runs.")
 
-    def bytes_of(params: Sequence[LocalParam], shards: int, is_sharded: bool) -> UnitBytes:
-        return unit_bytes(params, shards=shards, sharded=is_sharded, precision=precision, granule=granule)
+    def bytes_of(params: Sequence[LocalParam], is_sharded: bool, *, experts: bool = False) -> UnitBytes:
+        return unit_bytes(
+            params,
+            shards=ranks_between(spec, "none", row.states, experts=experts),
+            gathers=hops_between(spec, row.parameters, row.states, experts=experts),
+            reduces=hops_between(spec, row.gradients, row.states, experts=experts),
+            sharded=is_sharded,
+            precision=precision,
+            granule=granule,
+        )
 
     around = [each for each in parts.around if cut is None or cut.runs(each[0], pp_rank)]
     units: dict[str, UnitBytes] = {}
@@ -339,9 +358,9 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
         part = parts.blocks[kind]
         if kind not in by_kind:
             by_kind[kind] = (
-                bytes_of(part.own, shards, sharded and part.is_unit),
+                bytes_of(part.own, sharded and part.is_unit),
                 {
-                    key.removeprefix(f"{kind}."): bytes_of(params, spec.edp, experts_sharded)
+                    key.removeprefix(f"{kind}."): bytes_of(params, experts_sharded, experts=True)
                     for key, params in part.experts.items()
                 },
                 sum(_rounded(size, granule) for size in part.buffer_bytes),
@@ -363,7 +382,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             else:
                 plain.append(found)
     for name, params in units_around(around, resolved.units_of(pp_rank)).items():
-        found = bytes_of([*params, *(root_params if not name else [])], shards, sharded)
+        found = bytes_of([*params, *(root_params if not name else [])], sharded)
         if found.sharded:
             units[name] = found
         else:
@@ -387,7 +406,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
                 stage: [(name, kinds[name]) for name in names if name not in idle] for stage, names in of_stages.items()
             },
             count=1 if cut is None else cut.stages.count,
-            shardings=resolved.shardings,
+            shardings=row,
             sharded=sharded,
             experts_sharded=experts_sharded,
             experts=tuple(f"{name}." for name in resolved.experts) if in_view else (),
@@ -403,9 +422,9 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
         buffers=Buffers(
             timeline=timeline,
             units=units,
-            frees=resolved.shardings.frees_parameters,
+            frees=row.frees_parameters,
             kept=frozenset(kept),
-            replicas=spec.dp_replicate > 1,
+            replicas=spec.dp_replicate * spec.dp_shard * spec.cp > ranks_between(spec, "none", row.states),
             ahead=ahead,
             behind=behind,
             idle=not idle.isdisjoint(units),

@@ -38,12 +38,16 @@ class Buffers:
     _copied_out: str | None = None  # in forward the buffer of the unit before is there until the next is copied out
     _in_reduction: int = 0
     _parts: dict[str, int] = field(default_factory=dict)  # summed over shards, not over replicas yet
+    _copies: set[str] = field(default_factory=set)  # units whose secondary copy is there
+    _between: set[str] = field(default_factory=set)  # units whose gradients are summed over the inner ranks
+    _last: bool = False
     _summed: set[str] = field(default_factory=set)
     _order: list[str] = field(default_factory=list)
     _open: list[str] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """A microbatch begins."""
+    def begin(self, *, last: bool = False) -> None:
+        """A microbatch begins. last: of the step."""
+        self._last = last
         self._order.clear()
         self._open.clear()
 
@@ -83,6 +87,9 @@ class Buffers:
         where, change = f"backward of {name or 'the model'}", self.timeline.change
         if frees:
             self._free(name, where)
+        if last and name in self._copies:
+            self._copies.discard(name)
+            change(GATHERED, -unit.copy, where, name)
         if not reduces:
             return
         change(REDUCING, -self._in_reduction, where, name)
@@ -90,6 +97,7 @@ class Buffers:
         change(GRADIENTS if added else WORK, -(unit.added if added else unit.taken), where, name)
         self._in_reduction = unit.reduced
         change(REDUCING, unit.part, where, name)
+        self._reduce_in_hops(name, where, last=last)
         if self.replicas and not last:
             if name in self._parts:
                 change(REDUCING, -unit.part, where, name)
@@ -152,8 +160,37 @@ class Buffers:
         unit, change = self.units[name], self.timeline.change
         change(GATHERED, unit.cast, where, name)
         change(GATHERED, unit.gathered, where, name)
+        if unit.copy:
+            self._gather_in_hops(name, where)
         if unit.gathered:
             change(GATHERED, -unit.cast, where, name)
+
+    def _gather_in_hops(self, name: str, where: str) -> None:
+        """See [Note: the secondary copy]."""
+        unit, change = self.units[name], self.timeline.change
+        is_new = name not in self._copies
+        stays = (self.frees and name not in self.kept and name != ROOT) or not self._last
+        change(GATHERED, unit.copy * is_new, where, name)
+        change(GATHERED, unit.gathers_again, where, name)
+        change(GATHERED, -unit.gathers_again, where, name)
+        if is_new and stays:
+            self._copies.add(name)
+        elif is_new:
+            change(GATHERED, -unit.copy, where, name)
+
+    def _reduce_in_hops(self, name: str, where: str, *, last: bool) -> None:
+        unit, change = self.units[name], self.timeline.change
+        if not unit.sums:
+            return
+        inner = unit.ordered + unit.sums * bool(unit.ordered)  # with one inner rank they lie in the buffer itself
+        change(REDUCING, inner, where, name)
+        if not last and name not in self._between:
+            self._between.add(name)
+            change(REDUCING, unit.sums, where, name)
+        elif last and name in self._between:
+            self._between.discard(name)
+            change(REDUCING, -unit.sums, where, name)
+        change(REDUCING, -inner, where, name)
 
     def _prefetch(self, names: Sequence[str], where: str) -> None:
         for name in names:

@@ -18,6 +18,8 @@ class UnitBytes:
     is gathered, in the compute dtype, where that is another. gathered: FSDP's buffer of all parts. unsharded: the parameters
     that are copied out of it. taken: gradients as backward makes them. added: the same while microbatches add them up.
     reduced: the buffer that is reduced. part: what comes out of that, in its dtype. casts_part: `grads` is a copy of `part`.
+    In two hops: copy, the secondary copy that the outer one gathers; gathers_again, the result of the inner one, before it is
+    in order. sums: of gradients over the inner ranks; ordered, the gradients that these reduce, in their order.
     """
 
     params: int
@@ -32,12 +34,25 @@ class UnitBytes:
     reduced: int = 0
     part: int = 0
     casts_part: bool = False
+    copy: int = 0
+    gathers_again: int = 0
+    sums: int = 0
+    ordered: int = 0
 
 
 def unit_bytes(
-    params: Sequence[LocalParam], *, shards: int, sharded: bool, precision: Precision | None, granule: int
+    params: Sequence[LocalParam],
+    *,
+    shards: int,
+    gathers: int = 1,
+    reduces: int = 1,
+    sharded: bool,
+    precision: Precision | None,
+    granule: int,
 ) -> UnitBytes:
-    """params: of the unit, as a rank has them before FSDP. shards: ranks of the axis that shards; 1 replicates."""
+    """params: of the unit, as a rank has them before FSDP. shards: ranks of the axis that shards; 1 replicates. gathers,
+    reduces: ranks of the outer hop, 1 without one.
+    """
 
     def rounded(size: int) -> int:
         return -(-size // granule) * granule
@@ -68,6 +83,7 @@ def unit_bytes(
     # With one shard there is no buffer: parameters are copied one by one, beside their casts and those before.
     largest = max((one + other for one, other in zip(unsharded, [0, *unsharded], strict=False)), default=0)
     reduced = sum(padded(param) * reduce(param) for param in trained)
+    sums = [rounded(reduces * (padded(param) // shards) * reduce(param)) for param in trained]
     own = sum(padded(param) // shards * param.dtype.itemsize for param in trained)
     casts_part = any(reduce(param) != param.dtype.itemsize for param in trained)
     return UnitBytes(
@@ -83,4 +99,8 @@ def unit_bytes(
         reduced=rounded(reduced),
         part=rounded(reduced // shards),
         casts_part=casts_part,
+        copy=rounded(gathers * whole // shards) if gathers > 1 else 0,
+        gathers_again=rounded(whole) if 1 < gathers < shards else 0,
+        sums=sum(sums) if reduces > 1 else 0,
+        ordered=rounded(reduced) if 1 < reduces < shards else 0,
     )

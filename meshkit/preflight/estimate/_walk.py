@@ -81,7 +81,7 @@ class Walk:
         reduces = last or self.rank.shardings.reduces_every_microbatch
         fresh = first or self.rank.shardings.reduces_every_microbatch
         treated = self._treated(fresh=fresh, own=first, reduces=reduces)
-        self.buffers.begin()
+        self.buffers.begin(last=last)
         self._forward(0, treated)
         self._backward(
             0, treated, reduces=reduces, frees=last or self.rank.shardings.frees_parameters, last=last, added=not fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,11 @@ from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.preflight._arguments import spec_of
 from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight._thin import alike_blocks
 from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.forecast._batch import Batch
 from meshkit.preflight.forecast._price import price
-from meshkit.preflight.forecast._profile import ModelProfile, StepProfile
+from meshkit.preflight.forecast._profile import ModelProfile, Profile, StepProfile
 from meshkit.preflight.forecast._profiles import profile_model
 from meshkit.preflight.forecast._result import Forecast
 from meshkit.preflight.forecast._step import step_profile
@@ -32,10 +34,12 @@ class Profiles:
 
     def __init__(self) -> None:
         self._programs: dict[int, Program] = {}  # by id of the model, which the program keeps alive
-        self._known: dict[Hashable, tuple[ModelProfile, object]] = {}
+        self._known: dict[Hashable, ModelProfile] = {}
+        self._alike: dict[Hashable, tuple[ModelProfile, dict[Hashable, Profile]]] = {}
+        self._traced: list[object] = []  # of what; these are kept, so that their ids stay their own
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._traced)
 
     def program_of(self, model: nn.Module) -> Program:
         """Read once, so that proofs about it are made once."""
@@ -54,11 +58,11 @@ class Profiles:
         kernels: Kernels = "cuda",
     ) -> ModelProfile:
         """What `profile_model` returns."""
-        strategy = resolved.strategy
+        strategy, alike = resolved.strategy, alike_blocks(resolved)
         key: Hashable = (
             id(resolved.program.model),
             inner_mesh(resolved.spec),
-            tuple(resolved.treatments.items()),
+            frozenset(alike.values()),
             repr(
                 (
                     strategy.plan,
@@ -71,10 +75,19 @@ class Profiles:
             ),
             (resolved.sequence, resolved.compute, rows, seq_len, id(mask), loss, kernels),
         )
-        if key not in self._known:
+        exact = key, tuple(resolved.treatments.items())
+        if exact not in self._known and key in self._alike:
+            # Other blocks of the same kinds are treated so.
+            profile, of_kinds = self._alike[key]
+            self._known[exact] = replace(profile, blocks={name: of_kinds[kind] for name, kind in alike.items()})
+        if exact not in self._known:
             profile = profile_model(resolved, rows=rows, seq_len=seq_len, mask=mask, loss=loss, kernels=kernels)
-            self._known[key] = profile, (resolved.program, mask)  # these too, so that their ids stay their own
-        return self._known[key][0]
+            self._traced.append((resolved.program, mask))
+            self._known[exact] = profile
+            of_kinds = {alike[name]: each for name, each in profile.blocks.items()}
+            if all(each is of_kinds[alike[name]] for name, each in profile.blocks.items()):
+                self._alike[key] = profile, of_kinds
+        return self._known[exact]
 
 
 def forecast(

@@ -170,9 +170,11 @@ def data_exposed(
     """(how often in the step, exposed seconds by axis) of an FSDP stage's gathers and reductions.
 
     In forward unit i is gathered while unit i - 1 computes; in backward, which runs them in reverse, it is gathered while
-    i + 1 computes, and its gradients are reduced while i - 1 does. The first gather and the last reduction are alone.
+    i + 1 computes, and its gradients are reduced while i - 1 does. The first gather and the last reduction are alone. What is
+    sent once comes on top of what every microbatch sends beside the same kernels: nothing hides behind them twice.
     """
-    counts = sorted({call.count for part in parts for call in part.data if call.phase == phase})
+    counts = sorted({call.count for part in parts for call in part.data if call.phase == phase}, reverse=True)
+    earlier = [0.0] * (len(parts) + 1)
     order = range(len(parts)) if phase == FORWARD else range(len(parts) - 1, -1, -1)
     slower = prices.cluster.overlap
     for times in counts:
@@ -188,8 +190,10 @@ def data_exposed(
         exposed: defaultdict[str, float] = defaultdict(float)
         for place, messages in enumerate(waiting):
             compute_s = computed[order[place]] if place < len(parts) else 0.0
-            total = fsum(messages.values())
-            shown = exposed_s(compute_s, total, slower.compute_slower, slower.collective_slower)
+            total, often_s = fsum(messages.values()), earlier[place]
+            shown = exposed_s(compute_s, often_s + total, slower.compute_slower, slower.collective_slower)
+            shown -= exposed_s(compute_s, often_s, slower.compute_slower, slower.collective_slower)
+            earlier[place] += total
             for axis, seconds in messages.items():
                 exposed[axis] += shown * seconds / total
         yield times, dict(exposed)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from math import prod
 
 from meshkit.mask import Mask
 from meshkit.parallel.pipeline import Cut
-from meshkit.parallel.shardings import axes_between
+from meshkit.parallel.shardings import ranks_between
 from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.preflight.forecast._update import Update
@@ -196,8 +195,7 @@ def _sizes(
     accumulates = not resolved.shardings.reduces_every_microbatch
     trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
-    states = axes_between("none", resolved.shardings.states)
-    shards = prod(getattr(resolved.spec, axis) for axis in states)
+    shards = ranks_between(resolved.spec, "none", resolved.shardings.states)
     for name, (kept, size) in held.items():
         if name not in trained:
             continue

@@ -7,19 +7,20 @@ messages, hops, launches and the optimizer; bytes of everything but states, what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from meshkit.errors import MeshkitError
+from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut, Row, Schedule, Times, simulate
+from meshkit.parallel.shardings import hops_between, ranks_between, shardings_of
 from meshkit.preflight.forecast import PartSeconds
 from meshkit.resolve import Resolved
-from meshkit.strategy import OptimizerPolicy, Strategy
+from meshkit.strategy import OptimizerPolicy, Shardings, Strategy
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -85,17 +86,20 @@ class Gathers:
     forward_once_s: float = 0.0
     backward_once_s: float = 0.0
 
-    def least_s(self, microbatch: Microbatch, microbatches: int, share: float) -> float:
-        """What computes beside a message takes as long as the longer of the two, at least, in forward and in backward."""
+    def least_s(self, microbatch: Microbatch, microbatches: int, share: float, again_s: float = 0.0) -> float:
+        """What computes beside a message takes as long as the longer of the two, at least, in forward and in backward.
+
+        again_s: what backward runs again besides, before it has its share.
+        """
         seconds = microbatch.sum.part(share)
-        forward_s, backward_s = seconds.forward_s, seconds.backward_s + seconds.weight_s
+        forward_s, backward_s = seconds.forward_s, seconds.backward_s + seconds.weight_s + share * again_s
         least = 0.0
         for computed_s, each_s, once_s in (
             (forward_s, self.forward_s, self.forward_once_s),
             (backward_s, self.backward_s, self.backward_once_s),
         ):
             busy_s = max(computed_s, each_s)
-            least += max(microbatches * busy_s, (microbatches - 1) * busy_s + once_s)
+            least += (microbatches - 1) * busy_s + max(computed_s, each_s + once_s)
         return least
 
 
@@ -138,9 +142,11 @@ class Stages:
             inside[stage] += [microbatch.around[name] for name in names if name in microbatch.around]
         return [Seconds.sum(each) for each in inside]
 
-    def least_s(self, microbatch: Microbatch, microbatches: int) -> float:
+    def least_s(self, microbatch: Microbatch, microbatches: int, again_s: Array | None = None) -> float:
         """A rank waits for the forward of all stages before its first, does all of its own, and is followed by their
         backward.
+
+        again_s: what backward of each rank of pp runs again besides.
 
         Weights' gradients of its last microbatches may run beside what follows where they have rows of their own.
         """
@@ -155,6 +161,8 @@ class Stages:
             if rank not in begun:
                 begun.add(rank)
                 all_of = Seconds.sum(of_rank[rank])
+                if again_s is not None:
+                    all_of = replace(all_of, backward_s=all_of.backward_s + float(again_s[rank]))
                 if self.splits_backward:
                     through = forward + backward + microbatches * (all_of.forward_s + all_of.backward_s)
                     least = max(least, forward + microbatches * all_of.total_s, through)
@@ -174,6 +182,34 @@ class Stages:
             hop_s=0.0,
         )
         return simulate(table, times).makespan_s
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Over how many ranks a row of shardings spreads what is held: states, of which experts by their own. gathers: what
+    decides which bytes beside those are there: whether dense parameters, and experts, are on several ranks, and on how many
+    their secondary copies are; 0 without such copies. frees: whether parameters are gathered again in backward.
+    """
+
+    states: int
+    experts: int
+    frees: bool
+    gathers: tuple[bool, bool, int, int]
+
+    @staticmethod
+    def of(strategy: Strategy, spec: MeshSpec) -> Shares:
+        try:
+            row = shardings_of(strategy, spec)
+        except PlanError:
+            row = Shardings()  # it is refused, whatever it holds
+        states, experts = (ranks_between(spec, "none", row.states, experts=each) for each in (False, True))
+        copies = [
+            ranks_between(spec, "none", row.parameters, experts=each)
+            if hops_between(spec, row.parameters, row.states, experts=each) > 1
+            else 0
+            for each in (False, True)
+        ]
+        return Shares(states, experts, row.frees_parameters, (states == 1, experts == 1, copies[0], copies[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,9 +280,9 @@ class Ranks:
     elements: Array
     whole_bytes: Array
 
-    def least_bytes(self, spec: MeshSpec, itemsize: int) -> float:
-        """On a mesh that shares them evenly. itemsize: of a parameter."""
-        held = self.sets * itemsize / (spec.dp_shard * spec.cp)
+    def least_bytes(self, shards: int, itemsize: int) -> float:
+        """Where so many ranks share them evenly. itemsize: of a parameter."""
+        held = self.sets * itemsize / shards
         return float((held * self.elements + self.whole_bytes).max())
 
 
@@ -292,6 +328,22 @@ class Alive:
         most = np.zeros(self.world)
         np.maximum.at(most, self.ranks, held.sum(1))
         return most
+
+    def fullest(
+        self, kept: Array, waits: Array, gathered: Array, summed: Array, running: Array
+    ) -> list[tuple[float, dict[int, float]]]:
+        """Of each rank the most bytes, as `most`, and how many microbatches each of its stages keeps at that instant."""
+        at = self.stages
+        held = self.kept * kept[at] + self.waits * waits[at] + self.gathered * gathered[at] + self.summed * summed[at]
+        total = (held + self.running * running[at]).sum(1)
+        found = []
+        for rank in range(self.world):
+            of_rank = np.flatnonzero(self.ranks == rank)
+            top = of_rank[total[of_rank].argmax()]
+            found.append(
+                (float(total[top]), dict(zip(self.stages[top].tolist(), self.kept[top].tolist(), strict=True)))
+            )
+        return found
 
     @cached_property
     def shares(self) -> Array:
@@ -348,7 +400,7 @@ def ranks_of(
     stages: Stages | None,
     alive: Alive | None,
 ) -> Ranks:
-    """stages: None where they are not known. Of data axes it asks whether dp_shard and cp, and edp, are one rank."""
+    """stages: None where they are not known. Of data axes it asks for `Shares.gathers` alone."""
     spec, precision = strategy.mesh_for(), strategy.memory.precision
     sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
     if spec.pp > 1 and (stages is None or alive is None):
@@ -356,13 +408,17 @@ def ranks_of(
     computed = itemsize if precision is None else precision.compute.itemsize
     summed = itemsize if precision is None else precision.reduce.itemsize
     # One shard is not gathered.
-    gathers = elements.blocks * (0 if spec.dp_shard * spec.cp == 1 else computed)
-    gathers = gathers + elements.experts * (0 if spec.edp == 1 else computed)
+    shares = Shares.of(strategy, spec)
+    alone, experts_alone, of_copies, of_experts_copies = shares.gathers
+    gathers = elements.blocks * (0 if alone else computed)
+    gathers = gathers + elements.experts * (0 if experts_alone else computed)
+    copies = elements.blocks * (computed / of_copies if of_copies else 0)
+    copies = copies + elements.experts * (computed / of_experts_copies if of_experts_copies else 0)
     if stages is None or alive is None:
         most = 0.0
         if kept is not None:
             inside = kept.kept.sum() + kept.top
-            most = max(inside, _in_backward(kept, gathers, frees=strategy.zero in (None, 3)))
+            most = max(inside, _in_backward(kept, gathers, copies, frees=shares.frees))
         return Ranks(sets, np.array([elements.total]), np.array([most]))
     # With pp a stage is gathered once a step, and its gradients are reduced once.
     gathered, weights, own = (
@@ -382,6 +438,79 @@ def ranks_of(
     return Ranks(sets, elements_of, most_bytes)
 
 
+@dataclass(frozen=True, eq=False)
+class Again:
+    """By block what a heavier mode of recompute saves of a microbatch's bytes, and its seconds, in place of a lighter one's.
+
+    kept: of the lighter mode.
+    """
+
+    kept: Kept
+    saved: Array
+    seconds: Array
+
+    @staticmethod
+    def of(light: Kept, heavy: Kept, light_s: Microbatch, heavy_s: Microbatch) -> Again:
+        seconds = [heavy_s.blocks[name].total_s - each.total_s for name, each in light_s.blocks.items()]
+        return Again(light, np.maximum(light.kept - heavy.kept, 0), np.maximum(np.array(seconds), 0))
+
+    def least_s(
+        self,
+        strategy: Strategy,
+        elements: Elements,
+        itemsize: int,
+        stages: Stages | None,
+        alive: Alive | None,
+        device_bytes: int,
+    ) -> Array:
+        """Of each rank of pp the least seconds of a microbatch in which blocks run again, so that what it keeps may fit: of a
+        knapsack of its blocks that may be divided. None of its buffers but those of FSDP in a pipeline are counted.
+        """
+        spec, precision = strategy.mesh_for(), strategy.memory.precision
+        sets = 3 if strategy.memory.optimizer == OptimizerPolicy() else 1
+        shares = Shares.of(strategy, spec)
+        held = sets * itemsize / shares.states
+        if stages is None or alive is None:
+            needed = held * elements.total / spec.pp + self.kept.kept.sum() - device_bytes
+            return np.array([_least_of_parts(self.saved, self.seconds, needed) if spec.pp == 1 else 0.0] * spec.pp)
+        computed = itemsize if precision is None else precision.compute.itemsize
+        summed = itemsize if precision is None else precision.reduce.itemsize
+        alone, experts_alone, *_ = shares.gathers
+        gathers = elements.blocks * (0 if alone else computed) + elements.experts * (0 if experts_alone else computed)
+        none = np.zeros(len(stages.blocks))
+        of_stages = (
+            stages.sums(self.kept.kept),
+            none,
+            stages.sums(gathers),
+            stages.sums(elements.blocks + elements.experts) * summed,
+            none,
+        )
+        own = stages.sums(elements.held) * held
+        stage_of = [stage for stage, names in enumerate(stages.blocks) for _ in names]
+        found = np.zeros(alive.world)
+        for rank, (most, kept_times) in enumerate(alive.fullest(*of_stages)):
+            states = sum(own[stage] for stage in kept_times)
+            times = np.array([kept_times.get(stage, 0.0) for stage in stage_of])
+            found[rank] = _least_of_parts(self.saved * times, self.seconds, most + states - device_bytes)
+        return found
+
+
+def _least_of_parts(saved: Array, seconds: Array, needed: float) -> float:
+    """The least seconds that save so many bytes, where a part of each may be taken; all of them where they do not."""
+    if needed <= 0:
+        return 0.0
+    useful = saved > 0
+    saved, seconds = saved[useful], seconds[useful]
+    order = np.argsort(seconds / saved, kind="stable")
+    total = saved[order].cumsum()
+    whole = int(np.searchsorted(total, needed))
+    if whole == len(order):
+        return float(seconds.sum())
+    before = total[whole - 1] if whole else 0.0
+    part = (needed - before) / saved[order[whole]]
+    return float(seconds[order[:whole]].sum() + part * seconds[order[whole]])
+
+
 def _of_any_stages(sets: int, ranks: int, elements: Elements, kept: Kept | None, alive: Alive | None) -> Ranks:
     if kept is None or alive is None or not alive.shares.all():
         return Ranks(sets, np.array([elements.total / ranks]), np.zeros(1))
@@ -392,13 +521,17 @@ def _of_any_stages(sets: int, ranks: int, elements: Elements, kept: Kept | None,
     return Ranks(sets, np.array([elements.total / ranks, least]), np.array([0.0, part * kept.kept.sum()]))
 
 
-def _in_backward(kept: Kept, gathers: Array, *, frees: bool) -> float:
-    """The most that is there when backward of a block begins: it and the one before are gathered, or all are."""
+def _in_backward(kept: Kept, gathers: Array, copies: Array, *, frees: bool) -> float:
+    """The most that is there when backward of a block begins: it and the one before are gathered, or all are.
+
+    copies: secondary ones, which those have that are gathered again, so not the last.
+    """
     runs = kept.rise > 0  # the loss has no need of the others
     sizes = gathers[runs]
     if not len(sizes):
         return 0.0
-    both = sizes + np.concatenate([[0.0], sizes[:-1]]) if frees else sizes.cumsum()
+    copied = np.concatenate([copies[runs][:-1].cumsum(), [copies[runs][:-1].sum()]])
+    both = copied + sizes + np.concatenate([[0.0], sizes[:-1]]) if frees else sizes.cumsum()
     return float((kept.kept[runs].cumsum() + kept.rise[runs] + both).max())
 
 

@@ -32,13 +32,13 @@ from meshkit.preflight.forecast import (
     forecast_profile,
     profile_step,
 )
-from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, alive_of
+from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, Shares, alive_of
 from meshkit.preflight.search._goal import Goal, cost
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
 from meshkit.resolve import Resolved, resolve_alike
 from meshkit.step import Loss
-from meshkit.strategy import BlockOverride, PipelinePolicy, Strategy
+from meshkit.strategy import BlockOverride, DataPolicy, PipelinePolicy, Strategy
 
 Made = TypeVar("Made")
 NOTHING = Profile(ops=(), launches={})
@@ -154,6 +154,7 @@ class Pricing:
             strategy,
             mesh=inner_mesh(strategy.mesh_for()),
             zero=None,
+            data=DataPolicy(),
             microbatches=1,
             pipeline=PipelinePolicy(),
         )
@@ -240,7 +241,7 @@ class Pricing:
 
     def gathers(self, strategy: Strategy, ep: int) -> Gathers:
         """What FSDP sends in a step without pp, but what it gathers again in backward for modules around the blocks."""
-        key = strategy.mesh_for(), strategy.zero
+        key = strategy.mesh_for(), strategy.zero, strategy.data
         if key not in self._gathers:
             # Neither how activations lie nor what is recomputed changes them, and all microbatches send the same.
             plain = replace(strategy, sequence=False, microbatches=2, memory=replace(strategy.memory, recompute="none"))
@@ -266,7 +267,7 @@ class Pricing:
             of = each if sent.count == 2 else once
             if (call.op, call.phase) != ("all_gather", "backward"):
                 of[call.phase] += seconds
-            if again and kind and (call.op, call.phase) == ("all_gather", "forward"):
+            if again and kind and of is each and (call.op, call.phase) == ("all_gather", "forward"):
                 # All blocks are gathered again but the last, which the thin model has in another place.
                 of["backward"] += seconds - (prices.call_s(call) if kinds[blocks[-1]] == kind else 0.0)
         return Gathers(each["forward"], each["backward"], once["forward"], once["backward"])
@@ -312,6 +313,7 @@ class Pricing:
                 strategy,
                 mesh=MeshSpec(pp=spec.pp),
                 zero=None,
+                data=DataPolicy(),
                 microbatches=None,
                 sequence=False,
                 pipeline=replace(strategy.pipeline, stages=None),
@@ -338,9 +340,15 @@ class Pricing:
         return next(iter(self.program.parameters.values())).element_size()
 
     def padding_bytes(self, strategy: Strategy) -> int:
-        """At most what all parameters are padded by, so that as many ranks share them evenly: once gathered, once reduced."""
-        shards = strategy.mesh_for().dp_shard * strategy.mesh_for().cp
-        return 2 * self.itemsize * sum(-rows % shards * width for rows, width in self._sizes)
+        """At most what all parameters are padded by, so that as many ranks share them evenly: once gathered, once reduced; in
+        two hops, each of these three times.
+        """
+        shards = Shares.of(strategy, strategy.mesh_for()).states
+        return (
+            (6 if strategy.data.shards else 2)
+            * self.itemsize
+            * sum(-rows % shards * width for rows, width in self._sizes)
+        )
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count as counting
 
+import numpy as np
 from torch import nn
 
 from meshkit.cluster import Cluster
@@ -17,15 +18,28 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
-from meshkit.preflight.search._bounds import Microbatch, Ranks, Seconds, Stages, ranks_of, table_of
+from meshkit.preflight.search._bounds import (
+    Again,
+    Alive,
+    Array,
+    Kept,
+    Microbatch,
+    Ranks,
+    Seconds,
+    Shares,
+    Stages,
+    ranks_of,
+    table_of,
+)
 from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
+from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
 from meshkit.preflight.search._space import Group, Space, divisors
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import PipelinePolicy, Strategy
+from meshkit.strategy import DataPolicy, PipelinePolicy, RecomputeMode, Strategy
 
 SIMULATED = 2048  # tasks; a longer table is simulated once, when its strategy is priced
 
@@ -64,11 +78,6 @@ def search(
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     refuse_goal(goal, machine)
     base = fixed or Strategy()
-    if base.data.shards or (isinstance(base.mesh, MeshSpec) and base.mesh.dp_intra > 1):
-        raise PlanError(
-            "search compares ZeRO stages on meshes that tell no nodes apart, and the fixed strategy has nodes, or says by "
-            "DataPolicy over which ranks something is sharded. Leave it away, and compare such rows by forecast."
-        )
     asked = (space or Space()).fixed_by(base)
     pricing = Pricing(model, machine, batch, loss, goal)
     limit = None if limit_s is None else time.process_time() + limit_s
@@ -179,6 +188,9 @@ class _World:
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
+                if variant.heavier is not None:
+                    self.price_mixed(variant, variant.heavier)
+                    continue
                 for strategy in variant.strategies:
                     self.price(strategy)
         elif level is None:
@@ -209,43 +221,47 @@ class _World:
     def least_cost(self, group: Group, level: Level) -> float:
         # Of a pipeline data axes change nothing.
         every = group.strategies if group.meshes[0].pp == 1 else (group.first,)
-        return self.cost(group.first, min(self.least_s(strategy, level) for strategy in every))
+        return self.cost(group.first, min(self.least_s(strategy, level, group.heavier) for strategy in every))
 
     def small_enough(self, group: Group, level: Level) -> Group | None:
         """Those that may fit, by their least bytes; None where none may. Counts the others."""
         if self.device_bytes is None or level in (Level.TABLED, Level.TRACED):
             return group  # what it keeps is traced with its own rows alone, for that is asked for again
-        ranks: dict[tuple[bool, bool], Ranks | None] = {}
+        ranks: dict[Hashable, Ranks | None] = {}
         small = []
         for spec in group.meshes:
-            alone = spec.dp_shard * spec.cp == 1, spec.edp == 1
-            if alone not in ranks:
-                ranks[alone] = self.ranks(replace(group.first, mesh=spec), level)
-            of_ranks = ranks[alone]
-            if of_ranks is None or of_ranks.least_bytes(spec, self.pricing.itemsize) <= self.device_bytes:
+            shares = Shares.of(group.first, spec)
+            if shares.gathers not in ranks:
+                ranks[shares.gathers] = self.ranks(replace(group.smallest, mesh=spec), level)
+            of_ranks = ranks[shares.gathers]
+            if of_ranks is None or of_ranks.least_bytes(shares.states, self.pricing.itemsize) <= self.device_bytes:
                 small.append(spec)
         self.unfit += len(group) - len(small)
         self.left -= len(group) - len(small)
         if len(small) == len(group):
             return group
-        return Group(replace(group.first, mesh=small[0]), tuple(small)) if small else None
+        return replace(group, first=replace(group.first, mesh=small[0]), meshes=tuple(small)) if small else None
 
     def is_tight(self, group: Group) -> bool:
         """Whether it will not fit, as likely as not: were its least bytes as wrong as those of what was priced."""
-        least = self.least_bytes(group.first, Level.SENT)
+        least = self.least_bytes(group.smallest, Level.SENT)
         return self.device_bytes is not None and least > self.room * self.device_bytes
 
     def bytes_of(self, node: _Node) -> float:
         """The least bytes of what was learnt to fit by them."""
-        return self.least_bytes(node.group.first, Level.SENT)
+        return self.least_bytes(node.group.smallest, Level.SENT)
 
     def price_all(self, group: Group) -> None:
         """Most shards first: where those do not fit, fewer do not either, for they hold more of everything but padding."""
+        if group.heavier is not None:
+            self.left -= len(group)
+            self.price_mixed(group, group.heavier)
+            return
         too_large = False
         for strategy in group.strategies:
             self.left -= 1
-            spec = strategy.mesh_for()
-            if too_large and spec.dp_shard * spec.cp > 1 and spec.edp > 1:  # one shard is not gathered
+            shares = Shares.of(strategy, strategy.mesh_for())
+            if too_large and shares.states > 1 and shares.experts > 1:  # one shard is not gathered
                 self.unfit += 1
                 continue
             peak_bytes = self.price(strategy)
@@ -253,6 +269,25 @@ class _World:
                 too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
                 # What of a device the bound of the next may take, by how wrong this one was.
                 self.room = min(self.room, self.least_bytes(strategy, Level.SENT) / peak_bytes)
+
+    def price_mixed(self, group: Group, heavier: RecomputeMode) -> None:
+        """Each with as few blocks in the heavier mode as fit, where it may be better."""
+        assert self.device_bytes is not None, "without it nothing is mixed"
+        for strategy in group.strategies:
+            if self.best is not None and not self.exhaustive:
+                least_s = self.least_s(strategy, Level.OWN, heavier)
+                if self.cost(strategy, least_s) >= self.best.cost:
+                    self.left += 1  # as what a bound has cut
+                    continue
+            try:
+                mixed = mixed_recompute(self.pricing, strategy, heavier, self.device_bytes)
+            except MeshkitError as error:
+                self.refused[reason_of(error)] += 1
+                continue
+            if mixed is None:
+                self.unfit += 1
+            elif mixed.overrides:  # else it is one of the two modes, which are tried by themselves
+                self.price(mixed)
 
     def variants(self, group: Group) -> list[Group]:
         """The strategies, and the same with stages that are as fast as can be."""
@@ -265,7 +300,7 @@ class _World:
         counts = self._balanced[key]
         if counts is None:
             return [group]
-        return [group, Group(replace(first, pipeline=replace(first.pipeline, stages=counts)), group.meshes)]
+        return [group, replace(group, first=replace(first, pipeline=replace(first.pipeline, stages=counts)))]
 
     def balanced(self, strategy: Strategy) -> tuple[int, ...] | None:
         """Blocks of each stage; None where the cut has them so already, and where they cannot be told."""
@@ -317,23 +352,47 @@ class _World:
         microbatch, share = self.microbatch(strategy, level)
         return 0.0 if microbatch is None else microbatch.least_s(strategy) * share
 
-    def least_s(self, strategy: Strategy, level: Level) -> float:
-        """With its stages: what the slowest rank does, and by the pipeline's table; without, what FSDP sends beside it."""
+    def least_s(self, strategy: Strategy, level: Level, heavier: RecomputeMode | None = None) -> float:
+        """With its stages: what the slowest rank does, and by the pipeline's table; without, what FSDP sends beside it.
+
+        heavier: of a mixture, of which so much runs again that it may fit.
+        """
         microbatch, share = self.microbatch(strategy, level)
         if microbatch is None:
             return 0.0
+        again = None if heavier is None else self.again_s(strategy, heavier, level)
+        again_s = None if again is None else again / share
         if strategy.mesh_for().pp > 1:
-            return self._least_s(strategy, microbatch, level, share) * share
+            return self._least_s(strategy, microbatch, level, share, again_s) * share
         gathers = self.pricing.gathers(strategy, self.ep(strategy))
-        return gathers.least_s(microbatch, strategy.microbatches or 1, share)
+        again_s = np.zeros(1) if again_s is None else again_s
+        return gathers.least_s(microbatch, strategy.microbatches or 1, share, float(again_s[0]))
 
-    def _least_s(self, strategy: Strategy, microbatch: Microbatch, level: Level, share: float) -> float:
+    def again_s(self, strategy: Strategy, heavier: RecomputeMode, level: Level) -> Array | None:
+        """Of each rank of pp the least seconds of a microbatch that the heavier mode of a mixture adds."""
+        pricing, most = self.pricing, self._rows[self.pricing.family(strategy)]
+        heavy = replace(strategy, memory=replace(strategy.memory, recompute=heavier))
+        ep, elements = self.ep(strategy), pricing.elements(strategy)
+        kept, kept_heavy = self.kept(strategy, level), self.kept(heavy, level)
+        if self.device_bytes is None or elements is None or kept is None or kept_heavy is None:
+            return None
+        light_s, heavy_s = pricing.sent(strategy, most, ep), pricing.sent(heavy, most, ep)
+        if light_s is None or heavy_s is None:
+            return None
+        again = Again.of(kept, kept_heavy, light_s, heavy_s)
+        stages, alive = self.stages_alive(strategy, level)
+        found = again.least_s(strategy, elements, pricing.itemsize, stages, alive, self.device_bytes)
+        return found * (pricing.rows(strategy) / most)
+
+    def _least_s(
+        self, strategy: Strategy, microbatch: Microbatch, level: Level, share: float, again_s: Array | None
+    ) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
         least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
         if cut is None or self.crowded:
             return least
         stages = Stages.of(cut, strategy.pipeline.stages)
-        least = max(least, stages.least_s(microbatch, count))
+        least = max(least, stages.least_s(microbatch, count, again_s))
         cannot_be_best = self.best is not None and self.cost(strategy, least * share) >= self.best.cost
         if level >= Level.TABLED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
             table = table_of(cut, spec.pp, count)
@@ -342,29 +401,36 @@ class _World:
 
     def least_bytes(self, strategy: Strategy, level: Level) -> float:
         ranks = self.ranks(strategy, level)
-        return 0.0 if ranks is None else ranks.least_bytes(strategy.mesh_for(), self.pricing.itemsize)
+        states = Shares.of(strategy, strategy.mesh_for()).states
+        return 0.0 if ranks is None else ranks.least_bytes(states, self.pricing.itemsize)
 
     def ranks(self, strategy: Strategy, level: Level) -> Ranks | None:
         """Of a rank that splits nothing, of whose bytes each row keeps its share at least; or of its own microbatch."""
-        pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        elements, rows = pricing.elements(strategy), pricing.rows(strategy)
+        elements = self.pricing.elements(strategy)
         if elements is None:
             return None
+        kept, (stages, alive) = self.kept(strategy, level), self.stages_alive(strategy, level)
+        return ranks_of(strategy, elements, self.pricing.itemsize, kept, stages, alive)
+
+    def kept(self, strategy: Strategy, level: Level) -> Kept | None:
+        pricing, spec, rows = self.pricing, strategy.mesh_for(), self.pricing.rows(strategy)
         if level is Level.OWN:
             most, parts = rows, 1
             kept = pricing.kept(strategy, rows)
         else:
             most, parts = self._rows[None], spec.cp * spec.tp
             kept = pricing.kept_whole(strategy, most, self.ep(strategy))
-        if kept is not None:
-            # A loss over a split vocabulary is another, which may hold less.
-            kept = kept.part(rows / (most * parts), top=parts == 1)
-        cut, stages = pricing.cut(strategy), None
+        # A loss over a split vocabulary is another, which may hold less.
+        return None if kept is None else kept.part(rows / (most * parts), top=parts == 1)
+
+    def stages_alive(self, strategy: Strategy, level: Level) -> tuple[Stages | None, Alive | None]:
+        """None where there are no stages, or they are not known yet."""
+        pricing, pp, cut, stages = self.pricing, strategy.mesh_for().pp, self.pricing.cut(strategy), None
         if level > Level.WHOLE and cut is not None:
             stages = Stages.of(cut, strategy.pipeline.stages)
         # What is alive at a time grows with the microbatches, until the pipeline is full.
-        alive = None if cut is None else pricing.alive(strategy, min(count, 2 * spec.pp))
-        return ranks_of(strategy, elements, pricing.itemsize, kept, stages, alive)
+        count = min(strategy.microbatches or 1, 2 * pp)
+        return stages, None if cut is None else pricing.alive(strategy, count)
 
     # ------------------------------------------------------------------------------------------------------- prices
 
@@ -417,7 +483,8 @@ def _of_world(
     state = _World(pricing, world, device_bytes, exhaustive=exhaustive, balance=space.balance)
     node_ranks, experts = pricing.cluster.tiers[0].ranks, _experts(pricing, base)
     sizes = space.sizes(world, node=node_ranks, experts=experts)
-    state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts)))
+    mix = device_bytes is not None
+    state.add(list(space.groups(pricing.batch, world, base, node=node_ranks, experts=experts, mix=mix)))
     ended = False
     while True:
         while (node := state.next()) is not None:
@@ -443,7 +510,7 @@ def _of_world(
         least=state.least,
         neighbours=()
         if state.best is None
-        else tuple(neighbours(pricing, state.best, space, sizes, device_bytes, ended=ended)),
+        else tuple(neighbours(pricing, state.best, base, space, sizes, device_bytes, node=node_ranks, ended=ended)),
         device_bytes=device_bytes,
         took_s=time.monotonic() - began,
     )
@@ -451,7 +518,8 @@ def _of_world(
 
 def _experts(pricing: Pricing, base: Strategy) -> int:
     """Of the block that has most, by the plan; 0 without."""
-    resolved = pricing.resolved(replace(base, mesh=MeshSpec(), microbatches=1, pipeline=PipelinePolicy(), zero=None))
+    plain = replace(base, mesh=MeshSpec(), microbatches=1, pipeline=PipelinePolicy(), zero=None, data=DataPolicy())
+    resolved = pricing.resolved(plain)
     modules = pricing.program.modules
     counts = [getattr(modules[name], "num_experts", 0) for name in resolved.experts]
     return max((each if isinstance(each, int) and each else pricing.batch.tokens for each in counts), default=0)

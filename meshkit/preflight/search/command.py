@@ -23,7 +23,7 @@ from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._result import Tried
 from meshkit.preflight.search._search import search
 from meshkit.preflight.search._space import Space
-from meshkit.strategy import PipelinePolicy, Strategy
+from meshkit.strategy import PipelinePolicy, Scheme, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,14 @@ class Search:
     of a Forecast returns"""
     cp: tuple[int, ...] = (1,)
     """sizes of cp to try"""
+    schemes: tuple[Scheme, ...] = Space().scheme
+    """schemes of cp to try, where it has several ranks"""
     schedules: tuple[str, ...] = Space().schedule
     """pipeline schedules to try"""
+    shardings: bool = True
+    """also rows of shardings beside the ZeRO stages, on meshes that tell nodes apart: hpZ, PaRO"""
+    mix: bool = Space().mix
+    """also two modes of recompute in one model, where the lighter one does not fit"""
     limit_s: float | None = None
     """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     out: Path | None = None
@@ -109,9 +115,15 @@ def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> S
         "recompute": (strategy.memory.recompute,),
     }
     changes: dict[str, Any] = {name: value for name, value in said.items() if name in given}
-    sizes = [word.partition("=") for word in mesh.replace(",", " ").split()] if "mesh" in given else []
-    changes |= {axis: (int(size),) for axis, _, size in sizes if int(size) != -1}
-    return replace(Space(cp=options.cp, schedule=options.schedules), **changes)
+    if "zero" in given or not options.shardings:
+        changes["data"] = (strategy.data,)
+    words = [word.partition("=") for word in mesh.replace(",", " ").split()] if "mesh" in given else []
+    for axis, _, size in words:
+        ranks, _, inside = size.partition("x")  # as dp_shard=4x8
+        nodes = int(inside) if inside else 1
+        changes |= {axis: (int(ranks) * nodes,)} if int(ranks) != -1 else {}
+        changes |= {"dp_intra": (nodes,)} if inside else {}
+    return replace(Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules, mix=options.mix), **changes)
 
 
 def _fixed(strategy: Strategy, given: set[str]) -> Strategy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from meshkit.models import LLAMA3_70B, LLAMA_PLAN, meta_parameters
 from meshkit.preflight.estimate import Composed, MemoryProfiles, compose, estimate
 from meshkit.program import read_program
 from meshkit.resolve import Resolved, resolve
+from meshkit.strategy import LEVELS
 from tests.depth import covering, thin
 from tests.tiny import tiny_config
 
@@ -50,10 +52,19 @@ def model_of(name: str) -> nn.Module:
                     num_attention_heads=4, num_key_value_heads=2, use_cache=False,
                 )
             )  # fmt: skip
+        if name == "short":
+            return mk.models.Llama(replace(SMALL, num_hidden_layers=2))
         return mk.models.Llama(SMALL if name == "llama" else replace(SMALL, tie_word_embeddings=True))
 
 
-PLANS = {"llama": LLAMA_PLAN, "tied": LLAMA_PLAN, "moe": mk.models.model_plan(MOE), "gpt": None, "qwen": None}
+PLANS = {
+    "llama": LLAMA_PLAN,
+    "short": LLAMA_PLAN,
+    "tied": LLAMA_PLAN,
+    "moe": mk.models.model_plan(MOE),
+    "gpt": None,
+    "qwen": None,
+}
 
 TABLE: dict[str, list[Any]] = {
     "model": ["llama", "tied", "moe", "gpt", "qwen"],
@@ -152,6 +163,58 @@ def test_a_composed_peak_and_its_place_are_the_traced_ones(model: str, choices: 
         assert sum(rank.at_peak.values()) - rank.at_peak["on the host"] == rank.peak_bytes
         if strategy.pipeline.schedule == "1f1b":  # elsewhere two moments may be as high
             assert rank.where == traced.where
+
+
+LEVELLED = "dp_replicate=2 dp_shard=2x4"
+SHARDED = [
+    mk.strategy.DataPolicy(parameters=parameters, gradients=gradients, states=states)
+    for parameters, gradients, states in itertools.product(LEVELS, repeat=3)
+    if states != "none" and max(map(LEVELS.index, (parameters, gradients))) <= LEVELS.index(states)
+]
+IN_A_NODE = mk.strategy.DataPolicy(parameters="node")
+
+
+def name_of(row: mk.strategy.DataPolicy) -> str:
+    return f"{row.parameters}-{row.gradients}-{row.states}"
+
+
+@pytest.mark.parametrize("row", thin(SHARDED, 15), ids=name_of)
+def test_a_composed_peak_of_every_row_of_shardings_is_the_traced_one(row: mk.strategy.DataPolicy) -> None:
+    """Secondary copies, and sums of gradients between two levels."""
+    index = SHARDED.index(row)
+    memory = mk.MemoryPolicy(precision=(BF16, None)[index % 2], recompute=("none", "full")[index // 2 % 2])
+    for count in (1, 3):
+        strategy = mk.Strategy(mesh=LEVELLED, plan=LLAMA_PLAN, data=row, microbatches=count, memory=memory)
+        step: dict[str, Any] = {"rows": count, "seq_len": 32, "microbatches": count, "kernels": "cpu"}
+        composed = compose(resolved(model_of("short"), strategy), **step)
+        assert composed.source == "composed"
+        traced = estimate(model_of("short"), strategy=strategy, **step)
+        assert composed.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within), (count, traced.where)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "row"),
+    [
+        ("moe", "dp_shard=2x4 ep=2", IN_A_NODE),
+        ("moe", "dp_shard=2x4 ep=4", mk.strategy.DataPolicy(parameters="node", gradients="node")),
+        ("moe", "dp_replicate=2 dp_shard=2x2 ep=2", mk.strategy.DataPolicy(states="replicas")),
+        ("tied", "dp_shard=2x2 cp=2", IN_A_NODE),
+        ("short", "dp_shard=1x4", IN_A_NODE),
+        ("short", "pp=2 dp_replicate=2 dp_shard=2", mk.strategy.DataPolicy(states="replicas")),
+        ("short", "pp=2 dp_shard=2x2", mk.strategy.DataPolicy(states="node")),
+    ],
+)
+def test_a_composed_peak_of_rows_with_experts_and_stages_is_the_traced_one(
+    model: str, mesh: str, row: mk.strategy.DataPolicy
+) -> None:
+    memory = mk.MemoryPolicy(precision=BF16)
+    strategy = mk.Strategy(mesh=mesh, plan=PLANS[model], data=row, microbatches=2, memory=memory)
+    step: dict[str, Any] = {"rows": 2, "seq_len": 32, "microbatches": 2}
+    composed = compose(resolved(model_of(model), strategy), **step)
+    assert composed.source == "composed"
+    for rank in composed.ranks:
+        traced = estimate(model_of(model), strategy=strategy, coordinate={"pp": rank.pp_rank}, **step)
+        assert rank.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within)
 
 
 def test_a_stage_without_blocks_is_traced() -> None:

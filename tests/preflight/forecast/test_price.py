@@ -96,6 +96,18 @@ def test_fsdp_gathers_one_unit_ahead_and_reduces_one_behind() -> None:
     assert priced.ledger["dp_shard"] == pytest.approx(forward + backward)
 
 
+def test_what_is_sent_once_does_not_hide_behind_what_is_hidden_behind_already() -> None:
+    """Two microbatches: the gradients of a unit are reduced in each, 3 s, and over replicas in the last, 2 s."""
+    data = (
+        Call("dp_shard", "reduce_scatter", int(4e9), "backward", 2),
+        Call("dp_inter", "send", int(2e9), "backward", 1),
+    )
+    first, second = part("a", 0.0, 4.0), part("b", 0.0, 1.0, data=data)
+    told = price(step("dp_shard=4x1", (first, second), microbatches=2), MACHINE)
+    # Backward of b, then of a beside what b sends: 3 of 4 s, and in the last microbatch 5.
+    assert told.seconds == pytest.approx((1 + 4) + (1 + 5))
+
+
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 3), st.floats(1, 3))
 def test_contention_costs_something_and_never_more_than_one_after_the_other_slowed(
     compute: float, message: float, slower: float, message_slower: float

@@ -15,8 +15,10 @@ from meshkit.cluster import PowerPoint
 from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import peak_live
 from meshkit.parallel.pipeline.schedules import NAMES, named
+from meshkit.parallel.shardings import shardings_of, spread_of
 from meshkit.preflight.search import min_max_partition, svg
 from meshkit.preflight.search._goal import parse_goal
+from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._search import Level, _World
 from meshkit.preflight.search._space import Group
@@ -24,6 +26,8 @@ from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
 from meshkit.step import next_token_loss
+from meshkit.strategy import LEVELS as RANK
+from meshkit.strategy import DataPolicy
 
 pytestmark = pytest.mark.turns(8)
 
@@ -53,6 +57,7 @@ EXPERTS = mk.Strategy(plan=mk.models.model_plan(MOE))
 
 
 SPACE = mk.Space(
+    data=(DataPolicy(),),
     pp=(1, 2),
     tp=(1, 2),
     dp_replicate=(1,),
@@ -62,7 +67,25 @@ SPACE = mk.Space(
     sequence=(True,),
     recompute=("none", "full"),
 )
-FEWER = replace(SPACE, tp=(1,), microbatches=(4,), schedule=("1f1b",))  # of experts, which take longer
+FEWER = replace(SPACE, tp=(1,), microbatches=(4,), schedule=("1f1b",), dp_intra=(4,))  # of experts, which take longer
+SCHEMES = replace(
+    SPACE,
+    pp=(1,),
+    cp=(1, 2, 4),
+    microbatches=(2,),
+    recompute=("none", "full"),
+    scheme=("auto", "all_gather", "ring", "ulysses"),
+)
+# All rows of shardings that differ where there are no replicas.
+LEVELS = ("none", "node", "all")
+ROWS = replace(
+    SPACE,
+    pp=(1,),
+    dp_replicate=(1, 2),
+    zero=(None,),
+    recompute=("none",),
+    data=tuple(DataPolicy(parameters=one, gradients=other) for one, other in product(LEVELS, repeat=2)),
+)
 # Where launches and latencies cost nothing, the bound is within 10 % of small models' steps too: a wrong one shows.
 FREE = {"device.launch_s": 0.0, "tiers.0.latency_s": 0.0, "tiers.1.latency_s": 0.0}
 CLUSTER = mk.Cluster.read("h100").changed(**FREE)
@@ -76,6 +99,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_atten
         (dense, mk.Strategy(), SPACE, 16),
         (lambda: dense(tie_word_embeddings=True, num_hidden_layers=5), mk.Strategy(), SPACE, 16),
         (moe, mk.Strategy(), SPACE, 16),
+        (dense, mk.Strategy(), ROWS, 16),
+        (dense, mk.Strategy(), SCHEMES, 4),
         (moe, EXPERTS, FEWER, 8),
     ],
 )
@@ -245,6 +270,7 @@ def test_what_is_fixed_stays():
     [
         ("tp=1 dp_shard=-1", {"mesh"}, {"tp": (1,)}),
         ("pp=2,tp=1", {"mesh"}, {"pp": (2,), "tp": (1,)}),
+        ("dp_shard=-1x2,tp=1", {"mesh"}, {"dp_intra": (2,), "tp": (1,)}),
         ("dp_shard=-1", set(), {}),
     ],
 )
@@ -253,6 +279,153 @@ def test_an_axis_that_the_flag_says_is_1_stays_1(mesh, given, axes):
     assert asked == mk.Space(**axes)
     sizes = {each.tp for alike in asked.meshes(4, node=8, experts=0) for each in alike}
     assert sizes == ({1} if "tp" in axes else {1, 2, 4})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ("dp_shard=4", mk.strategy.PipelinePolicy()),
+        ("pp=2 dp_shard=2", mk.strategy.PipelinePolicy()),
+        ("pp=2 dp_shard=2", mk.strategy.PipelinePolicy(schedule="interleaved")),
+    ],
+    ids=["no stages", "1f1b", "interleaved"],
+)
+def test_a_mixture_of_recompute_is_the_fastest_that_fits_of_all_numbers_of_blocks(mesh, pipeline):
+    """Brute force over the blocks of each rank of pp that run again, each priced by `forecast` and by `compose`."""
+    model, batch = dense(num_hidden_layers=4, **SMALL), mk.Batch(sequences=32, seq_len=128)
+    plain = mk.Strategy(mesh=mesh, microbatches=4, pipeline=pipeline)
+    pricing = Pricing(model, CLUSTER, batch, next_token_loss, "time")
+    cut = pricing.resolved(plain).cut
+    ranks = plain.mesh_for().pp
+    every_block = [f"layers.{at}" for at in range(4)]
+    of_rank = [
+        every_block if cut is None else [name for at in cut.stages_of(rank) for name in cut.stages.blocks[at]]
+        for rank in range(ranks)
+    ]
+    every = {}
+    for counts in product(*(range(len(blocks) + 1) for blocks in of_rank)):
+        names = [name for blocks, count in zip(of_rank, counts, strict=True) for name in blocks[:count]]
+        mixed = replace(plain, overrides={name: mk.strategy.BlockOverride(recompute="full") for name in names})
+        told = mk.forecast(model, mixed, CLUSTER, batch, profiles=pricing.profiles)
+        every[counts] = told.seconds, pricing.peak(mixed).peak_bytes, mixed
+    least, most = every[tuple(map(len, of_rank))][1], every[(0,) * ranks][1]
+    assert least < most
+    space = mk.Space(**{axis: (getattr(plain.mesh_for(), axis),) for axis in ("pp", "dp_shard", "tp", "dp_replicate")})
+    space = replace(space, recompute=("none", "full"), zero=(None,), microbatches=(4,), mix=True, balance=False)
+    space = replace(space, schedule=(pipeline.schedule,))
+    mixtures, added = 0, 0.0
+    for share in (0.01, 0.35, 0.7, 1.0):
+        memory = int(least + share * (most - least))
+        fastest = min(seconds for seconds, peak, _ in every.values() if peak <= memory)
+        world = _World(pricing, 4, memory, exhaustive=False, balance=False)
+        heaviest = every[tuple(map(len, of_rank))][2]
+        world.add([Group(each, (plain.mesh_for(),)) for each in (plain, heaviest)])
+        for level in (Level.SENT, Level.TABLED, Level.TRACED, Level.OWN):
+            light_s, mixed_s = world.least_s(plain, level), world.least_s(plain, level, "full")
+            assert light_s <= mixed_s <= fastest, level
+            added += mixed_s - light_s
+        mixed = mixed_recompute(pricing, plain, "full", memory)
+        assert pricing.forecast(mixed).seconds == fastest
+        assert pricing.peak(mixed).peak_bytes <= memory
+        if share not in (0.35, 0.7):
+            continue  # each search traces for seconds
+        found = mk.search(
+            model,
+            CLUSTER,
+            batch,
+            world=4,
+            space=space,
+            fixed=replace(plain, mesh=None),
+            device_memory=memory,
+            recheck=False,
+        )
+        assert found.winner.seconds == fastest
+        unmixed = [every[tuple(map(len, of_rank))][0], every[(0,) * ranks][0]]
+        assert bool(found.best.overrides) == (fastest not in unmixed)
+        assert not found.best.overrides or "recompute=none: does not fit" in str(found)
+        mixtures += bool(found.best.overrides)
+    assert mixtures
+    assert added > 0
+    assert mixed_recompute(pricing, plain, "full", least - 1) is None
+
+
+def test_a_search_that_mixes_finds_what_the_exhaustive_one_does():
+    model = dense(**SMALL)
+    space = replace(SPACE, mix=True, microbatches=(4,), recompute=("none", "selective", "full"), schedule=("1f1b",))
+    space = replace(space, tp=(1,), balance=False)
+    peaks = sorted(
+        each.peak_bytes
+        for each in mk.search(model, CLUSTER, BATCH, world=2, space=space, exhaustive=True, recheck=False).tried
+    )
+    for memory in ((peaks[0] + peaks[1]) // 2, (peaks[0] + peaks[-1]) // 2):
+        every = mk.search(
+            model, CLUSTER, BATCH, world=2, space=space, device_memory=memory, exhaustive=True, recheck=False
+        )
+        found = mk.search(model, CLUSTER, BATCH, world=2, space=space, device_memory=memory, recheck=False)
+        assert any(each.strategy.overrides for each in every.tried)
+        assert found.winner.seconds == min(each.seconds for each in every.tried if each.fits(memory))
+
+
+HPZ = DataPolicy(parameters="node")
+
+
+def test_a_row_of_shardings_that_is_fixed_stays_and_is_refused_by_resolve_where_there_are_stages():
+    model, fixed = dense(**SMALL), mk.Strategy(mesh="dp_shard=4x2", data=HPZ, microbatches=2)
+    space = replace(SPACE, pp=None, tp=(1,), dp_replicate=None, microbatches=None, recompute=("none",))
+    found = mk.search(model, CLUSTER, BATCH, world=8, space=space, fixed=fixed, exhaustive=True, recheck=False)
+    assert [(each.strategy.data, each.strategy.mesh) for each in found.tried] == [(HPZ, fixed.mesh)]
+    assert "(shardings node-all-all)" in found.flags
+    staged = replace(space, pp=(2,))
+    found = mk.search(model, CLUSTER, BATCH, world=8, space=staged, fixed=mk.Strategy(data=HPZ), recheck=False)
+    assert found.best is None and not found.tried
+    assert any("with pp: parameters are gathered once a step" in text for text in found.refused)
+
+
+def test_of_rows_that_spread_everything_over_as_many_ranks_one_is_tried():
+    """By the meshes and rows themselves: no two strategies have the same ranks for everything, and none is left out."""
+    batch = mk.Batch(sequences=64, seq_len=32)
+    every = tuple(
+        DataPolicy(parameters=one, gradients=other, states=states)
+        for one, other, states in product((*LEVELS, "replicas"), repeat=3)
+        if states != "none" and max(map(RANK.index, (one, other))) <= RANK.index(states)
+    )
+    space = mk.Space(pp=(1, 2), tp=(1,), zero=(None, 1, 2, 3), recompute=("none",), microbatches=(1,), data=every)
+    asked, tried = set(), []
+    for replicas, stages in product((1, 2, 4, 8, 16, 32), (1, 2)):
+        shards = 32 // replicas // stages
+        for zero, policy in [*((zero, DataPolicy()) for zero in (None, 1, 2, 3)), *((None, each) for each in every)]:
+            nodes = "node" in (policy.parameters, policy.gradients, policy.states)
+            if not shards or (nodes and (shards % 8 or not shards)):
+                continue
+            spec = mk.MeshSpec(pp=stages, dp_replicate=replicas, dp_shard=shards, dp_intra=8 if nodes else 1)
+            try:
+                asked.add(
+                    (stages, replicas, shards, spread_of(shardings_of(mk.Strategy(zero=zero, data=policy), spec), spec))
+                )
+            except PlanError:
+                continue
+    for strategy in space.strategies(batch, 32, mk.Strategy(), node=8, experts=0):
+        spec = strategy.mesh_for()
+        if strategy.pipeline.schedule == "1f1b":
+            row = spread_of(shardings_of(strategy, spec), spec)
+            tried.append((spec.pp, spec.dp_replicate, spec.dp_shard, row))
+    assert len(tried) == len(set(tried)) > 50
+    assert set(tried) == asked
+
+
+def test_a_secondary_copy_in_a_node_pays_where_a_node_has_one_link_and_not_where_each_rank_has_one():
+    """hpZ against ZeRO-3: its gathers stay in nodes, but those that leave them go over the links of all ranks of a node."""
+    model, batch = dense(), mk.Batch(sequences=64, seq_len=32)
+    shared = replace(CLUSTER, tiers=(CLUSTER.tiers[0], replace(CLUSTER.tiers[1], per="group")))
+
+    def sent_s(cluster, data):
+        told = mk.forecast(model, mk.Strategy(mesh="dp_shard=4x8", microbatches=2, data=data), cluster, batch)
+        return sum(seconds for name, seconds in told.ledger.items() if name.startswith("dp_"))
+
+    rails, one = ([sent_s(cluster, data) for data in (DataPolicy(states="all"), HPZ)] for cluster in (CLUSTER, shared))
+    assert 0.8 < rails[1] / rails[0] < 1.25
+    # 2 gathers and a reduction of each microbatch leave the node; with copies one gather in all, and the reductions, of fp32.
+    assert one[1] / one[0] == pytest.approx((1 + 2) / (4 + 2), rel=0.15)
 
 
 def test_the_space_keeps_what_is_the_default_anyway():
@@ -296,9 +469,28 @@ def test_the_picture_has_a_dot_for_all_that_was_priced_and_a_front_that_nothing_
     [
         (
             8,
-            mk.Space(tp=(1, 2), dp_replicate=(1,), schedule=("interleaved", "zbv"), recompute=("full",), balance=False),
+            mk.Space(
+                tp=(1, 2),
+                dp_replicate=(1,),
+                schedule=("interleaved", "zbv"),
+                recompute=("full",),
+                balance=False,
+                data=(DataPolicy(), HPZ),
+                dp_intra=(2,),
+            ),
         ),
-        (64, mk.Space(pp=(1, 2, 8), tp=(1, 8), dp_replicate=(1, 2, 64), recompute=("none",), balance=False, rows=1)),
+        (
+            64,
+            mk.Space(
+                pp=(1, 2, 8),
+                tp=(1, 8),
+                dp_replicate=(1, 2, 64),
+                recompute=("none",),
+                balance=False,
+                rows=1,
+                data=(DataPolicy(),),
+            ),
+        ),
     ],
 )
 def test_what_is_legal_is_priced_and_what_is_refused_is_not(world, space):
@@ -325,14 +517,30 @@ def test_what_is_resolved_for_many_is_what_each_is():
     model = dense(num_hidden_layers=4, **SMALL)
     alone, shared = read_program(model), read_program(model)
     space = mk.Space(
-        pp=(1, 2), tp=(1, 2), microbatches=(1, 2, 4), schedule=("1f1b", "zb-h1"), recompute=("none", "full")
+        pp=(1, 2),
+        tp=(1, 2),
+        microbatches=(1, 2, 4),
+        schedule=("1f1b", "zb-h1"),
+        recompute=("none", "full"),
+        data=(DataPolicy(), HPZ),
     )
     seen = 0
     for strategy in space.strategies(mk.Batch(sequences=64, seq_len=32), 8, mk.Strategy(), node=8, experts=0):
         spec = strategy.mesh_for()
         one, other = resolve(alone, strategy, spec), resolve_alike(shared, strategy, spec)
         assert (other.strategy, other.spec) == (strategy, spec)
-        for name in ("plan", "blocks", "units", "mlps", "zero", "sequence", "compute", "head", "treatments", "whole"):
+        for name in (
+            "plan",
+            "blocks",
+            "units",
+            "mlps",
+            "shardings",
+            "sequence",
+            "compute",
+            "head",
+            "treatments",
+            "whole",
+        ):
             assert getattr(one, name) == getattr(other, name), name
         assert (one.cut is None) == (other.cut is None)
         assert one.cut is None or (one.cut.stages, one.cut.placement) == (other.cut.stages, other.cut.placement)
