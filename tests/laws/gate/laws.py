@@ -67,15 +67,16 @@ class Alone:
 
 def tokens_of(cell: Cell) -> int:
     """Of a row; with sequence=True tp must divide them, but with cp, which fills its ranks up."""
-    if cell.sizes == "uneven" and cell.spec.cp > 1:
+    specs = [cell.spec, *([mk.mesh.MeshSpec.parse(cell.resume)] if cell.resume else [])]
+    if cell.sizes == "uneven" and cell.spec.cp > 1 and (not cell.sequence or all(each.cp > 1 for each in specs)):
         return 13
     return 18 if cell.spec.world_size % 3 == 0 else 16
 
 
-def batches(cell: Cell) -> list[dict[str, Tensor]]:
+def batches(cell: Cell, tokens: int | None = None) -> list[dict[str, Tensor]]:
     """The global batch of each step: every row different, some labels ignored, documents of uneven length."""
     generator = torch.Generator().manual_seed(11)
-    vocabulary, tokens = 61 if cell.sizes == "uneven" else 64, tokens_of(cell)
+    vocabulary, tokens = 61 if cell.sizes == "uneven" else 64, tokens or tokens_of(cell)
     made = []
     for _ in range(STEPS):
         ids = torch.randint(0, vocabulary, (ROWS, tokens + 1), generator=generator)
@@ -95,11 +96,10 @@ def batches(cell: Cell) -> list[dict[str, Tensor]]:
 
 @cache
 def alone(
-    model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int, cp: int
+    model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int, tokens: int
 ) -> Alone:
-    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, cp: by which its rows are as long."""
-    mesh = f"cp={ranks}" if cp > 1 else f"dp_shard={ranks}"
-    cell = Cell(model=model, mesh=mesh, sizes=sizes, precision=precision, packing=packing, masked=masked)
+    """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, tokens: of the cell and of its rows."""
+    cell = Cell(model=model, mesh=f"dp_shard={ranks}", sizes=sizes, precision=precision, packing=packing, masked=masked)
     module, _ = build(_WithLayers(**vars(cell), count=layers))
     if precision == "bf16":
         module = module.to(torch.bfloat16)
@@ -110,7 +110,7 @@ def alone(
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=(0.9, 0.95))
     losses, norms, gradients = [], [], {}
-    for batch in batches(cell):
+    for batch in batches(cell, tokens):
         extra = {"position_ids": batch["position_ids"]} if packing else {}
         with collect() as found:
             output = module(batch["input_ids"], **extra)
@@ -231,7 +231,7 @@ def _oracles(cell: Cell) -> tuple[Alone, Alone]:
     """One device in the cell's precision and in fp64. The first rank computes them for all."""
     told: list[tuple[Alone, Alone] | None] = [None]
     if dist.get_rank() == 0 and not cell.refusals():
-        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size, cell.spec.cp)
+        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size, tokens_of(cell))
         told = [(alone(cell.model, cell.sizes, cell.precision, *kind), alone(cell.model, cell.sizes, "fp64", *kind))]
     dist.broadcast_object_list(told, src=0)
     return told[0] or (Alone([], [], {}, {}),) * 2
