@@ -100,9 +100,8 @@ class CorruptionGuard:
             (param, copies.get(name, name), tuple((each.start, each.stop) for each in local_slices(param)))
             for name, param in run.named_parameters()
         ]
-        self._known: dict[
-            int, tuple[Any, Any, int, list[tuple[Key, Tensor, Tensor]]]
-        ] = {}  # by id of what an optimizer holds
+        # By id of what an optimizer holds: it, its shard, where that lies, and the leaves.
+        self._known: dict[int, tuple[Any, Any, int, list[tuple[Key, Tensor, Tensor]]]] = {}
         self._table: _Table | None = None
         self._state = AtRest(self._tensors, run.mesh.device)
         self._gradients = AtRest(self._gradients_now, run.mesh.device)

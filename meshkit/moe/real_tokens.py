@@ -22,13 +22,13 @@ def counted(scores: Tensor) -> Tensor:
 
 # A context variable, since a router is deep inside of a model's forward; recompute runs in a copy of the forward's context.
 _first: ContextVar[tuple[int, int] | None] = ContextVar("(real tokens, all tokens) of a row", default=None)
+_NONE = 0, 1
 
 
 @contextmanager
 def only_first(real: int, tokens: int) -> Iterator[None]:
-    """Inside, of the `tokens` of each row the first `real` are the batch's; none where nothing was around it already."""
-    nothing = _first.get() == (0, 1)
-    token = _first.set((0, 1) if nothing else (real, tokens))
+    """Inside, of the `tokens` of each row the first `real` are the batch's; inside of `no_real_tokens` still none."""
+    token = _first.set(_NONE if _first.get() == _NONE else (real, tokens))
     try:
         yield
     finally:
@@ -38,7 +38,7 @@ def only_first(real: int, tokens: int) -> Iterator[None]:
 @contextmanager
 def no_real_tokens() -> Iterator[None]:
     """Inside, no token is the batch's: of a row that stands in for a microbatch without rows."""
-    with only_first(0, 1):
+    with only_first(*_NONE):
         yield
 
 

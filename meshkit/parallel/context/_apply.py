@@ -315,13 +315,13 @@ def _told(config: Any, name: str) -> int | None:
 
 
 def _has_known_place(model: nn.Module, router: str) -> bool:
-    """Whether the router is given [rows, tokens] as the model is: by code of this library alone, on which no hook is."""
+    """Whether the router is given [rows, tokens] as the model is: by code of this library alone, and no hook is anywhere."""
     around = [router[:end] for end, letter in enumerate(router) if letter == "."]
-    return all(
-        type(module).__module__.startswith("meshkit.models.") and not module._forward_pre_hooks
+    ours = all(
+        isinstance(module, nn.ModuleList) or type(module).__module__.startswith("meshkit.models.")
         for module in map(model.get_submodule, ("", *around, router))
-        if not isinstance(module, nn.ModuleList)
     )
+    return ours and not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def _telling_padding(forward: Callable[..., Any], foreign: str | None) -> Callable[..., Any]:

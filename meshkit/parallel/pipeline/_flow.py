@@ -304,17 +304,17 @@ class _Walk:
             for outside, before in self._outside(ref):
                 self._refuse_held(outside, before, self.stages - 1, None)
             for index, owner, returned in self._of_other_stages(ref):
-                if not (
-                    returned and name.startswith(OF_OUTPUT)
-                ):  # a part of the output has no values there, and says so
-                    text = (
-                        f"pipeline: {name}, which a loss may read, comes of {self._line(self.trace.operations[index])} in "
-                        f"{self.calls[owner].name!r} of stage {self._stage(owner)}, and the loss is computed by the last. "
-                        "Return it from module to module, detach what only logs read, or use a mesh without pp."
-                    )
-                    if name.startswith(OF_OUTPUT) or (not returned and ref.storage in read):
-                        raise PlanError(text)
-                    found = found or text
+                of_output = name.startswith(OF_OUTPUT)
+                if returned and of_output:
+                    continue  # it has no values there, and says so
+                text = (
+                    f"pipeline: {name}, which a loss may read, comes of {self._line(self.trace.operations[index])} in "
+                    f"{self.calls[owner].name!r} of stage {self._stage(owner)}, and the loss is computed by the last. Return "
+                    "it from module to module, detach what only logs read, or use a mesh without pp."
+                )
+                if of_output or (not returned and ref.storage in read):
+                    raise PlanError(text)
+                found = found or text
         return found
 
     def _hidden(self) -> dict[Any, Any]:
