@@ -28,7 +28,7 @@ from meshkit.errors import MeshError
 from meshkit.mesh.agreement import Agreement
 from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, group_axes, make_groups
 from meshkit.mesh.ranges import ranges_in_words
-from meshkit.mesh.spec import DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec
+from meshkit.mesh.spec import AXIS_NAMES, DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec, no_axis
 from meshkit.mesh.use_once import use_once
 from meshkit.mesh.world import start_world
 
@@ -232,6 +232,8 @@ def init_mesh(
 
     Raises: MeshError when the axes do not fit the world or the part; on every rank when ranks ask for different meshes.
     """
+    for name in sizes.keys() - {*AXIS_NAMES}:
+        raise MeshError(f"init_mesh({name}={sizes[name]!r}): {no_axis(name, 'device_type', 'ranks', 'timeout')}")
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
     if not isinstance(spec, MeshSpec | str | None):

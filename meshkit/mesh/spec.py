@@ -69,15 +69,12 @@ class MeshSpec:
         `"dp_shard=4x8"`: 4 nodes of 8 ranks; `"dp_shard=-1x8"`: as many nodes as there are.
         """
         sizes: dict[str, int] = {}
-        names = [field.name for field in dataclasses.fields(MeshSpec)]
         for word in text.replace(",", " ").split():
             axis, equals, value = word.partition("=")
             if not equals:
                 raise MeshError(f'mesh "{text}": {word!r} is not axis=size. Write, for example, "dp_shard=2 tp=2".')
-            if axis not in names:
-                near = difflib.get_close_matches(axis, names, n=1)
-                hint = f"Did you mean {near[0]!r}? " if near else _ELSEWHERE.get(axis, "")
-                raise MeshError(f'mesh "{text}": there is no axis {axis!r}. {hint}The axes are {", ".join(names)}.')
+            if axis not in AXIS_NAMES:
+                raise MeshError(f'mesh "{text}": {no_axis(axis)}')
             if axis in sizes:
                 raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
             nodes, nested, inside = value.partition("x") if axis == "dp_shard" else (value, "", "")
@@ -217,3 +214,13 @@ def axes_of(name: str) -> tuple[str, ...]:
     if axis is None:
         raise MeshError(f"{name!r} is not made of the axes {', '.join(DENSE_AXES)} or {', '.join(EXPERT_AXES)}.")
     return (axis, *(axes_of(name[len(axis) + 1 :]) if name != axis else ()))
+
+
+AXIS_NAMES = tuple(field.name for field in dataclasses.fields(MeshSpec))
+
+
+def no_axis(name: str, *others: str) -> str:
+    """Of a name that is none of an axis, for an error. others: names that may have been meant, too."""
+    near = difflib.get_close_matches(name, [*others, *AXIS_NAMES], n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else _ELSEWHERE.get(name, "")
+    return f"there is no axis {name!r}. {hint}The axes are {', '.join(AXIS_NAMES)}."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -34,14 +35,13 @@ def shard_units(names: Mapping[str, torch.Tensor], units: Iterable[str]) -> list
 
     names: parameters under all of their names. A tied embedding and head, for example, stay together in the root unit.
     """
-    separate = []
-    for unit in units:
-        prefix = f"{unit}."
-        inside = {id(param) for name, param in names.items() if name.startswith(prefix)}
-        outside = {id(param) for name, param in names.items() if not name.startswith(prefix)}
-        if inside and not inside & outside:
-            separate.append(unit)
-    return separate
+    inside: dict[str, Counter[int]] = {unit: Counter() for unit in units}
+    for name, param in names.items():
+        for unit in accumulate(name.split(".")[:-1], "{}.{}".format):
+            if unit in inside:
+                inside[unit][id(param)] += 1
+    everywhere = Counter(map(id, names.values()))
+    return [unit for unit, found in inside.items() if found and all(everywhere[key] == found[key] for key in found)]
 
 
 def normalises_by_rows(module: nn.Module, *, synced: bool = False) -> bool:

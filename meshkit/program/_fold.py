@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshkit.core._torch import tree_flatten
+from meshkit.core._torch import is_container, tree_flatten
 from meshkit.program._records import Fold, ModuleCall, TensorRef, Trace, tensors
 
 
@@ -98,8 +98,15 @@ def _program(trace: Trace, call: ModuleCall, returned: Mapping[int, int]) -> Has
         return value if isinstance(value, Hashable) and type(value).__module__ == "builtins" else type(value).__name__
 
     def tree(value: Any) -> Hashable:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind, tuple(map(tree, value))
+        if kind is dict:
+            return kind, tuple(value), tuple(map(tree, value.values()))
+        if not is_container(kind):
+            return leaf(value)
         leaves, spec = tree_flatten(value)
-        return str(spec), tuple(map(leaf, leaves))
+        return (str(spec), *map(leaf, leaves))
 
     def inner(number: int) -> str:
         return trace.calls[number].name[len(call.name) :] if number >= 0 else ""

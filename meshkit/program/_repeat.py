@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshkit.core._torch import tree_flatten
+from meshkit.core._torch import tree_leaves
 from meshkit.core.patch_class import patch_class
 from meshkit.program._records import ClassRead, Draws, Operation, TensorRef, Trace, Unreadable
 from meshkit.program._state import NEW, cells, same, state, view_of
@@ -119,7 +119,7 @@ def _own_draws(model: nn.Module, read: Trace) -> Iterator[tuple[str, str]]:
 
 
 def _generators(operation: Operation) -> list[torch.Generator]:
-    leaves = tree_flatten((operation.args, dict(operation.kwargs)))[0]
+    leaves = tree_leaves((operation.args, dict(operation.kwargs)))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
 
@@ -212,7 +212,7 @@ def _arguments(trace: Trace, operation: Any) -> Any:
         source = (kept.source, kept.value is None) if kept.source == "constant" else kept.source
         return source, value.shape, value.stride, value.offset, value.dtype
 
-    return tuple(map(leaf, tree_flatten((operation.args, dict(operation.kwargs)))[0]))
+    return tuple(map(leaf, tree_leaves((operation.args, dict(operation.kwargs)))))
 
 
 @contextmanager

@@ -76,6 +76,14 @@ def test_impossible_meshes_are_refused_with_the_arithmetic(text: str, match: str
         MeshSpec.parse(text).resolve(8)
 
 
+@pytest.mark.parametrize(
+    ("name", "match"), [("device", "Did you mean 'device_type'"), ("tpp", "Did you mean 'tp'"), ("dp", "dp_shard")]
+)
+def test_an_argument_that_is_no_axis_is_named_as_such(name: str, match: str) -> None:
+    with pytest.raises(mk.MeshkitError, match=rf"init_mesh\({name}=2\): there is no axis '{name}'. .*{match}"):
+        mk.init_mesh("dp_shard=1", **{name: 2})
+
+
 def test_a_mesh_that_is_neither_text_nor_spec_is_refused() -> None:
     with pytest.raises(mk.errors.MeshError, match=r"init_mesh\(spec={'tp': 2}\): give a text, as 'dp_shard=2 tp=2'"):
         mk.init_mesh({"tp": 2})  # type: ignore[arg-type]

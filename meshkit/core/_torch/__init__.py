@@ -76,6 +76,7 @@ from .tensors import storage_key as storage_key
 from .tensors import track_steps as track_steps
 from .tensors import tracks_steps as tracks_steps
 from .tensors import tree_flatten as tree_flatten
+from .tensors import is_container as is_container
 from .tensors import tree_leaves as tree_leaves
 from .tensors import tree_map as tree_map
 from .tensors import tree_unflatten as tree_unflatten

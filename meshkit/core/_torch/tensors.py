@@ -43,13 +43,13 @@ def _add_leaves(tree: Any, leaves: list[Any]) -> None:
     elif kind is dict:
         for each in tree.values():
             _add_leaves(each, leaves)
-    elif _is_container(kind):
+    elif is_container(kind):
         leaves += torch.utils._pytree.tree_leaves(tree)
     else:
         leaves.append(tree)
 
 
-def _is_container(kind: type) -> bool:
+def is_container(kind: type) -> bool:
     """tuples of other classes: torch knows those with names by their fields."""
     return kind in torch.utils._pytree.SUPPORTED_NODES or (kind is not tuple and issubclass(kind, tuple))
 
@@ -61,7 +61,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
         return kind([tree_map(function, each) for each in tree])
     if kind is dict:
         return {key: tree_map(function, each) for key, each in tree.items()}
-    return torch.utils._pytree.tree_map(function, tree) if _is_container(kind) else function(tree)
+    return torch.utils._pytree.tree_map(function, tree) if is_container(kind) else function(tree)
 
 
 def register_pytree(

@@ -14,7 +14,7 @@ executes them row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -96,11 +96,20 @@ class Schedule:
 
     def before(self, stage: int, microbatch: int) -> int | None:
         """The stage before this one on the microbatch's path; None for the first."""
-        return before(self.paths[microbatch]).get(stage)
+        return self._before[microbatch].get(stage)
 
     def after(self, stage: int, microbatch: int) -> int | None:
         """The stage after this one on the microbatch's path; None for the last."""
-        return after(self.paths[microbatch]).get(stage)
+        return self._after[microbatch].get(stage)
+
+    # By microbatch: a path of many stages takes long to look up.
+    @cached_property
+    def _before(self) -> tuple[Mapping[int, int], ...]:
+        return tuple(map(before, self.paths))
+
+    @cached_property
+    def _after(self) -> tuple[Mapping[int, int], ...]:
+        return tuple(map(after, self.paths))
 
     @cached_property
     def skips(self) -> bool:

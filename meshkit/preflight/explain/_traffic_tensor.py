@@ -147,7 +147,7 @@ def _gathered_again(rank_model: RankModel, layout: TensorLayout, call: Call) -> 
     loss, which has computed its gradients in forward.
     """
     treatment = rank_model.treatment(call.module)
-    modules = dict(rank_model.model.named_modules())
+    modules = dict(rank_model.model.get_submodule(call.module).named_modules(prefix=call.module))
     names = readers(modules, layout, call)
     if rank_model.memory.loss is not None and head_of(rank_model.model, rank_model.plan) in names:
         return False

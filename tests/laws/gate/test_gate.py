@@ -22,7 +22,12 @@ from tests.laws.gate.cell import (
 from tests.laws.gate.choose import covering
 from tests.laws.gate.verdict import verdict
 
-CELLS = [draw(*seed) for seed in covering(200, among=3000)]
+# Nine of ten pairs of features meet in the first of them; the others, which add the last pairs, have turns of four days.
+FIRST = set(covering(100, among=3000))
+CELLS = [
+    pytest.param(draw(*seed), marks=() if seed in FIRST else pytest.mark.turns(4), id=str(draw(*seed)))
+    for seed in covering(200, among=3000)
+]
 PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padded, fewest=2)]
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
@@ -59,7 +64,7 @@ UNTIL = float(os.environ.get("MESHKIT_GATE_UNTIL", "inf"))
 pytestmark = pytest.mark.gate
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
 def test_every_law_holds(cell: Cell) -> None:
     if time.time() > UNTIL:
         pytest.skip("MESHKIT_GATE_UNTIL has passed: `make gate` alone runs this cell")
