@@ -76,7 +76,8 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
     """A sharded model, without values."""
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
+    plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
@@ -90,6 +91,7 @@ def main() -> None:
         print0(f"{name}  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- prompts
+    config.refuse_adapters()
     of_models = dataclasses.replace(config, pretrained=config.pretrained or config.teacher)
     fitted, tasks, tokenizer, sampling = policy_tasks(of_models)
     config = dataclasses.replace(config, seq_len=fitted.seq_len)
@@ -99,13 +101,14 @@ def main() -> None:
     # ---------------------------------------------------------------------------------------------- teacher and student
     student = teacher = optimizer = scheduler = None  # on ranks that have none
     build_student = partial(build, config, student_mesh)
+    of_teacher = dataclasses.replace(config, pretrained=config.teacher, lora_rank=None)
     if student_mesh.here:
         if config.pretrained is not None:  # before a teacher is trained, so that a bad folder is refused at once
-            student = run_from(config.pretrained, build_student)
-        first_policy(dataclasses.replace(config, pretrained=config.teacher), build_student, tasks, tokenizer)
+            student = run_from(config.pretrained, build_student, seed=config.seed)
+        first_policy(of_teacher, partial(build, of_teacher, student_mesh), tasks, tokenizer)
     dist.barrier()  # until the folder is written
     if teacher_mesh.here:
-        teacher = run_from(config.teacher or config.out / "sft-model", partial(build, config, teacher_mesh))
+        teacher = run_from(config.teacher or config.out / "sft-model", partial(build, of_teacher, teacher_mesh))
     if student_mesh.here:
         if student is None:
             half = {"hidden_size": 48, "intermediate_size": 128, "head_dim": 12}
@@ -176,9 +179,9 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export
-    export = config.out / f"model-{config.steps}"
+    export = config.out / config.export_name(config.steps)
     if student_mesh.here:
-        student.export(export, tokenizer)
+        student.export(export, tokenizer, base=config.pretrained)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

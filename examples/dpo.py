@@ -93,7 +93,7 @@ def main() -> None:
     mesh = mk.init_mesh(config.mesh)
     print0(f"mesh  {mesh.describe()}")
 
-    export = config.out / (f"model-{config.steps}" if config.lora_rank is None else f"adapter-{config.steps}")
+    export = config.out / config.export_name(config.steps)
     if export.exists():
         print0(f"{export} is there already; give more --steps to go on, or another --out to begin anew")
         return

@@ -41,6 +41,7 @@ from meshkit.recipes import (
     playing_engine,
     policy_tasks,
     print0,
+    reference_of,
     report_unscored,
     rollout_flow,
     run_from,
@@ -74,15 +75,15 @@ def build(config: Config, mesh: mk.Mesh, shape: Any) -> mk.Run:
     """The sharded model, without values."""
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
+    plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
     config = Config.parse()
     loss = dataclasses.replace(config.policy_loss(critic=False), entropy=config.entropy)
     rules = policy.ROLLOUT_RULES[config.preset]
-    if config.selftest:
-        config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2)
+    config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2) if config.selftest else config
 
     # ---------------------------------------------------------------------------------------------- the mesh
     world, meshes = mk.init_mesh(), actor_and_sampler(config)
@@ -104,8 +105,8 @@ def main() -> None:
     if mesh.here:
         build_run = partial(build, config, mesh)
         first_policy(config, build_run, tasks, tokenizer)
-        run = run_from(start, build_run)
-        reference = run_from(start, build_run) if config.kl else None
+        run = run_from(start, build_run, seed=config.seed)
+        reference = reference_of(config, run, start, build_run)
         optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         sums = policy.policy_sums(mesh)
@@ -192,9 +193,9 @@ def main() -> None:
             f"selftest passed: ratios are 1, log-probabilities differ by {session.scalars['rollout_gap_max']:.1e} at most"
         )
         return
-    export = config.out / f"model-{config.steps}"
+    export = config.out / config.export_name(config.steps)
     if mesh.here:
-        run.export(export, tokenizer)
+        run.export(export, tokenizer, base=config.pretrained)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

@@ -38,6 +38,7 @@ from meshkit.recipes import (
     greedy_score,
     policy_tasks,
     print0,
+    reference_of,
     report_unscored,
     rollout_flow,
     run_from,
@@ -75,7 +76,9 @@ def build(config: Config, mesh: mk.Mesh, shape: Any, *, scores: bool = False) ->
     """A sharded model, without values; with `scores` one that gives a number for each token."""
     with mk.models.meta_parameters():
         model = mk.models.RewardModel(shape) if scores else mk.models.build_model(shape)
-    plan = mk.models.reward_plan(shape) if scores else mk.models.model_plan(shape)
+    plan = (
+        mk.models.reward_plan(shape) if scores else config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
+    )
     return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
@@ -102,9 +105,9 @@ def main() -> None:
     if actor_mesh.here:
         build_actor, build_scorer = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
         first_policy(config, build_actor, tasks, tokenizer)
-        actor = run_from(start, build_actor)
+        actor = run_from(start, build_actor, seed=config.seed)
         critic = run_from(start, build_scorer, fresh=("score.weight",), seed=config.seed)
-        reference = run_from(start, build_actor) if config.kl else None
+        reference = reference_of(config, actor, start, build_actor)
         reward_model = run_from(config.reward_model, build_scorer) if config.reward_model else None
         optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
         critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
@@ -158,7 +161,7 @@ def main() -> None:
     log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
     call = partial(dataflow.log_prob_call, on="actor", **sizes)
     value_calls = [call("old_log_probs", actor, log_probs), call("old_values", critic, policy.critic_values)]
-    value_calls += [call(rollout.REFERENCE, reference, log_probs)] if config.kl else []
+    value_calls += [call(rollout.REFERENCE, reference, log_probs, adapters=reference is not actor)] if config.kl else []
     value_names = [each.name for each in value_calls]
     rewards_on = "actor" if config.reward_model else "sampler"
     needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
@@ -193,9 +196,9 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export
-    export = config.out / f"model-{config.steps}"
+    export = config.out / config.export_name(config.steps)
     if actor_mesh.here:
-        actor.export(export, tokenizer)
+        actor.export(export, tokenizer, base=config.pretrained)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

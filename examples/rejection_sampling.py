@@ -72,7 +72,8 @@ def build(config: Config, mesh: mk.Mesh, shape: Any = None) -> mk.Run:
     shape = shape or config.shape(small_model())
     with mk.models.meta_parameters():
         model = mk.models.build_model(shape)
-    return mk.parallelize(model, mesh, config.parallel(plan=mk.models.model_plan(shape)))
+    plan = config.adapted(model, mk.models.model_plan(shape), seed=config.seed)
+    return mk.parallelize(model, mesh, config.parallel(plan=plan))
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the first model
     build_run = partial(build, config, mesh)
-    run = run_from(first_policy(config, build_run, tasks, tokenizer), build_run)
+    run = run_from(first_policy(config, build_run, tasks, tokenizer), build_run, seed=config.seed)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)
@@ -143,8 +144,8 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export
-    export = config.out / f"model-{config.rounds}"
-    run.export(export, tokenizer)
+    export = config.out / config.export_name(config.rounds)
+    run.export(export, tokenizer, base=config.pretrained)
     print0(f"\nheld out, {len(tasks.held_out)} prompts: {session.scalars['held_out']:.3f}; model in {export}")
 
 

@@ -95,12 +95,7 @@ def build(config: Config, mesh: mk.Mesh, vocab_size: int | None = None) -> mk.Ru
 
 def main() -> None:
     config = Config.parse()
-    if config.lora_rank is not None and config.pretrained is None:
-        raise mk.errors.PlanError(
-            f"lora_rank={config.lora_rank} without pretrained: adapters change a model that has learnt something, and this "
-            "one begins from nothing. Give --pretrained FOLDER, or leave --lora-rank away."
-        )
-    config.refuse_lora_without_rank()
+    config.refuse_lora_of_nothing()
 
     # ---------------------------------------------------------------------------------------------- the mesh
     mesh = mk.init_mesh(config.mesh)
@@ -171,10 +166,9 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export
-    kind = "model" if config.lora_rank is None else "adapter"
-    export = config.out / f"{kind}-{config.steps}"
+    export = config.out / config.export_name(config.steps)
     run.export(export, chat, base=config.pretrained)
-    print0(f"\nheld out: {nats:.3f} nats per token of an answer; {kind} in {export}")
+    print0(f"\nheld out: {nats:.3f} nats per token of an answer; model in {export}")
     decode = chat.tokenizer.decode
     for example in (held_out[0], held_out[-1]):
         prompt, answer = example.ids[: example.prompt_length], example.ids[example.prompt_length :].tolist()

@@ -142,7 +142,7 @@ def execute(model: nn.Module, mesh: Mesh, resolved: Resolved) -> Run:
     run.old = OldParameters(model, before)
     look_at_optimizers(model, before)
     compare_optimizers(run)
-    run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks)
+    run.hooks, run.units = hooks, watch(model, mesh, resolved, blocks, asked)
     run.mover = partial(move_run, parallelize)
     run.state, run.rows = state_of(model, resolved, guards, asked), rows_of(guards)
     return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshkit.core import _torch
+from meshkit.core.asked_once import AskedOnce
 from meshkit.loss.linear_logits import chunk_head
 from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
@@ -79,10 +80,10 @@ def shard_units(
         prefetch_gathers([[names[block], *others] for block, others in zip(blocks, inside, strict=True)])
 
 
-def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str]) -> SameUnits | None:
+def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str], asked: AskedOnce) -> SameUnits | None:
     """None where no rows are split over ranks, and with pp, whose stages gather once a step."""
     group = mesh.tokens.get_group()
     if group.size() == 1 or resolved.cut is not None or _torch.is_fake_group(group):
         return None
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
-    return SameUnits(model, group, watch_units=not resolved.strategy.compile, experts=experts)
+    return SameUnits(model, group, watch_units=not resolved.strategy.compile, experts=experts, look=asked.look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import permutations
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.rollout import Prompt, Sampling, generate
+from meshkit.algos.rollout import Prompt, Sampling, generate, label_log_probs, token_values
 from meshkit.core.sharding import local_tensor
 from meshkit.models import LLAMA_PLAN
 from meshkit.step import split_rows
@@ -293,6 +294,38 @@ def sampled(text: str) -> tuple[list[int], list[int], float]:
     numel = sum(local_tensor(param).numel() for param in run.parameters())
     assert numel * run.mesh.spec.world_size < 1.5 * sum(p.numel() for p in run.parameters()), "left gathered"
     return [1, 2, 3, *greedy.ids.tolist()], drawn.ids.tolist(), (loss / tokens).item()
+
+
+def modes_after(spec: str) -> list[list[bool]]:
+    """Of the modules, after an evaluation, one that raises, values of tokens and answers, of a model of which a part is
+    frozen."""
+    cell = Cell(mesh=spec)
+    run = mk.parallelize(build(cell), mesh_for(spec), plan=LLAMA_PLAN)
+    batch = batches(cell)[0]
+    next(module for name, module in run.model.named_modules() if name.endswith("mlp")).eval()
+    modes = [[module.training for module in run.model.modules()]]
+
+    def refuse(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        model(batch["input_ids"])
+        raise RuntimeError
+
+    run.evaluate(batch)
+    modes.append([module.training for module in run.model.modules()])
+    token_values(run, batch, label_log_probs)
+    modes.append([module.training for module in run.model.modules()])
+    generate(run, [Prompt(ids=np.array([1, 2, 3]), key=0)], sampling=Sampling(max_new_tokens=2))
+    modes.append([module.training for module in run.model.modules()])
+    with suppress(RuntimeError):
+        run.evaluate(batch, loss=refuse)
+    modes.append([module.training for module in run.model.modules()])
+    return modes
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_after_an_evaluation_each_module_is_in_the_mode_that_it_had(spec: str) -> None:
+    for before, *after in pool(2).run(modes_after, spec):
+        assert True in before and False in before
+        assert all(each == before for each in after)
 
 
 def test_generation_and_evaluation_are_the_same_on_every_mesh_and_rank() -> None:

@@ -44,7 +44,7 @@ class AskedOnce:
         """group: of ranks that ask alike; None where a rank is alone, and answers for itself. model: that is asked about; a
         rank whose modules have other attributes than those of the others answers for itself too."""
         self._store: Any = None
-        self._asked = 0
+        self._asked = self._step = 0
         self._of = "" if model is None else f"{hash64(repr(_attributes(model))):x} "
         if group is None or group.size() == 1 or _torch.is_fake_group(group):
             return
@@ -77,6 +77,7 @@ class AskedOnce:
             told = _packed((found, None))
         except MeshkitError as error:
             told = _packed((None, tellable(error)))
+            self._store.set(self._refused, told)
             raise
         except Exception as error:
             told = _packed((None, MeshkitError(f"another rank raised {type(error).__name__}: {error}")))
@@ -84,6 +85,19 @@ class AskedOnce:
         finally:
             self._store.set(f"{key}/answer", told)
         return found
+
+    def begin_step(self) -> None:
+        """Every rank calls it before each step: what one refuses from now is of that step."""
+        self._step += 1
+
+    def look(self) -> None:
+        """Raises what another rank has refused in this step, in whose calls of the model that rank does not come."""
+        if self._store is not None and self._store.check([self._refused]):
+            _given(self._store.get(self._refused))
+
+    @property
+    def _refused(self) -> str:
+        return f"{self._name}/refused/{self._step}"
 
     def _wait(self, key: str) -> bytes | None:
         if self._comes(key, self._patience.total_seconds()):

@@ -10,6 +10,7 @@ from ._fp8 import shared_scales as shared_scales
 from ._mlp_chunks import chunk_mlp as chunk_mlp
 from ._mlp_chunks import part_sizes as part_sizes
 from ._mlp_chunks import refuse_mlp_chunks as refuse_mlp_chunks
+from ._mlp_proof import refuse_mixed_tokens as refuse_mixed_tokens
 from ._recompute import Treatment as Treatment
 from ._recompute import may_move as may_move
 from ._recompute import recompute as recompute

@@ -1,5 +1,6 @@
-"""Changes of a model after it was split that ranks would lose: parameters that are made or replaced, values assigned by
-`.data`, hooks that are put on gradients, and graphs of the whole model."""
+"""Changes of a model after it was split that ranks would lose, or of which nothing is proved: parameters that are made or
+replaced, values assigned by `.data`, hooks that are put on gradients, other forwards, hooks of modules that change what they
+see, and graphs of the whole model."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshkit.core import _torch
 from meshkit.core.code import is_ours
 from meshkit.mesh import Mesh
+from meshkit.parallel.later_hooks import LaterHooks
 
 # [Note: values assigned by `.data`]
 # A DTensor is a wrapper around this rank's shard, with a storage of its own that nothing reads. `param.data = values` puts
@@ -50,12 +52,16 @@ class LaterChanges:
     mesh: Mesh
     sequence: bool
     _slots: WeakKeyDictionary[nn.Module, dict[str, _Slot]] = field(init=False)
+    _forwards: WeakKeyDictionary[nn.Module, Any] = field(init=False)
+    _hooks: LaterHooks = field(init=False)
     _fsdp: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = WeakKeyDictionary(
             {module: {key: _Slot.of(p) for key, p in module._parameters.items()} for module in self.model.modules()}
         )
+        self._forwards = WeakKeyDictionary({module: vars(module).get("forward") for module in self.model.modules()})
+        self._hooks = LaterHooks()
         self._fsdp = any(isinstance(module, FSDPModule) for module in self.model.modules())
 
     def refusal(self, microbatches: int | None) -> str:
@@ -63,7 +69,8 @@ class LaterChanges:
 
         For values that were assigned to a shard's `.data`; in a step also for a trained parameter of whose gradient each rank
         would have a part, or which is in the place of a shard, and for a hook that would get a part of a gradient; and for a
-        whole model that was compiled.
+        whole model that was compiled. For a module with another forward; a hook that was put on one is looked at when it
+        runs, see `LaterHooks`.
         """
         axis = next((axis for axis in ("tp", "pp") if self.mesh[axis].size() > 1), None)
         if axis is not None and _torch.is_compiled(self.model):
@@ -73,6 +80,12 @@ class LaterChanges:
                 "run.blocks: run.model.get_submodule(name).compile()."
             )
         for name, module in self.model.named_modules():
+            if (forward := vars(module).get("forward")) is not self._forwards.get(module) and not is_ours(forward):
+                return (
+                    f"module {name or 'the model'!r} has got another forward after parallelize, of which nothing is proved. "
+                    "Change the model first, and give parallelize the changed one."
+                )
+            self._hooks.look_at(name, module)
             known = self._slots.get(module, {})
             for key, param in module._parameters.items():
                 if param is None:

@@ -200,17 +200,19 @@ class RowsGuard:
 
     def begin_step(self, microbatches: int) -> None:
         self._microbatches = microbatches
+        self._asked.begin_step()
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or not (self._ranks or self._microbatches > 1):
             return
         example = Example(args, {name: value for name, value in kwargs.items() if name != "mask"})
-        call = _kind(model, example)
+        rows = _rows_of(example)
+        call = _kind(model, example), rows, self._microbatches
         if call in self._calls or any(map(_torch.is_fake, _torch.tree_leaves((args, kwargs)))):
             return
         follow_mode(self._program.model, model)
         kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
-        rows, of_call = _rows_of(example), (kind, shapes((args, example.kwargs)))
+        of_call = kind, shapes((args, example.kwargs))
         counts = [each for each in (rows, rows * self._microbatches * self._parts) if (kind, each) not in self._rows]
         with torch.inference_mode(False):
             if kind not in self._looked:

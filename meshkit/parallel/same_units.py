@@ -51,7 +51,7 @@ class SameUnits:
     """Watches the forwards of a model under FSDP on this rank.
 
     group: the ranks with different rows. watch_units: False where blocks are compiled, which take no hooks between them.
-    experts: units that FSDP shards over other ranks than the rest.
+    experts: units that FSDP shards over other ranks than the rest. look: may raise where a rank will not come any more.
     Wire: once, a broadcast of a name; over the store as the note says; and in the first two forwards one comparison at the
     end of each.
     """
@@ -63,6 +63,7 @@ class SameUnits:
         *,
         watch_units: bool,
         experts: Sequence[str],
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._rank, self._size = model, dist.get_rank(group), group.size()
         name = [uuid.uuid4().hex]
@@ -76,7 +77,7 @@ class SameUnits:
         self._unit = self._reduced = _START
         self._known: dict[str, set[str]] = {}
         self._ran, self._filled = set[str](), set[str]()
-        self.look: Callable[[], None] = lambda: None  # may raise where nobody will come any more
+        self.look = look
         if watch_units:
             for unit, module in model.named_modules():
                 if isinstance(module, FSDPModule):

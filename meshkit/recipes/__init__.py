@@ -38,6 +38,7 @@ from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
 from .policy import mesh_beside as mesh_beside
 from .policy import policy_tasks as policy_tasks
+from .policy import reference_of as reference_of
 from .policy import rollout_flow as rollout_flow
 from .policy import run_from as run_from
 from .policy import sampler_of as sampler_of

@@ -18,12 +18,13 @@ from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
 from meshkit.initialize import init_weights
+from meshkit.lora import init as init_adapters
 from meshkit.mesh import Mesh, init_mesh
 from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.optim import adamw
 from meshkit.step import Run
 
-from .flags import RolloutFlags, SampledFlags, SamplerFlags
+from .flags import PolicyFlags, RolloutFlags, SampledFlags, SamplerFlags
 from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
@@ -58,9 +59,10 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
     characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for --engine vllm without vLLM, dynamic sampling with a sampler apart, prompts and answers that do
-    not fit, and a reward that fails at once: before anything is trained.
+    Raises: MeshkitError for adapters without --pretrained, --engine vllm without vLLM, dynamic sampling with a sampler apart,
+    prompts and answers that do not fit, and a reward that fails at once: before anything is trained.
     """
+    config.refuse_adapters()
     if rules is not None and rules.dynamic and getattr(config, "sampler_mesh", None) is not None:
         raise PlanError(
             "dynamic sampling (DAPO) asks again within a step, for which learners and sampler must be one. Leave "
@@ -128,7 +130,7 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
 
 
 def run_from(folder: str | os.PathLike[str], build: Build, *, fresh: Sequence[str] = (), seed: int = 0) -> Run:
-    """The model of a folder, built on its mesh. fresh: parameters that the folder lacks, initialised from the seed."""
+    """The model of a folder, built on its mesh. fresh: parameters that the folder lacks. seed: of these and of adapters."""
     folder = Path(folder)
     run = build(config_from_pretrained(folder))
     # Before the load, which then overwrites all but the fresh ones: a score head that the folder lacks keeps its first
@@ -136,7 +138,15 @@ def run_from(folder: str | os.PathLike[str], build: Build, *, fresh: Sequence[st
     if fresh:
         init_weights(run.model, seed=seed, plan=run.plan)
     load_pretrained(run.model, folder, fresh=fresh)
+    init_adapters(run.model, seed=seed)
     return run
+
+
+def reference_of(config: PolicyFlags, run: Run, start: str | os.PathLike[str], build: Build) -> Run | None:
+    """The reference model, as the policy was before: none without --kl, and with adapters the policy itself without them."""
+    if not config.kl:
+        return None
+    return run if config.lora_rank is not None else run_from(start, build)
 
 
 def sampler_of(
@@ -155,7 +165,7 @@ def sampler_of(
         return actor, []
     dist.barrier()  # until the folder is written
     sampler = run_from(start, partial(build, meshes["sampler"])) if meshes["sampler"].here else None
-    weights = prepare_reallocation(actor, sampler)
+    weights = prepare_reallocation(actor, sampler, frozen=False)  # both began with the same folder
     if dist.get_rank() == 0:
         print(weights.plan)
     return sampler, [Sync(name="weights", source="actor", destination="sampler", function=weights)]

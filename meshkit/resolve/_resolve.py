@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from meshkit.core.uncollected import uncollected
 from meshkit.errors import PlanError
 from meshkit.lora import lora_of, with_adapters, without_adapters
 from meshkit.loss.linear_logits import plan_head
-from meshkit.memory import plan_fp8, refuse_mlp_chunks, refuse_treatments
+from meshkit.memory import plan_fp8, refuse_mixed_tokens, refuse_mlp_chunks, refuse_treatments
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.context import Doors, plan_context, refuse_counted, refuse_whole_tokens
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
@@ -20,7 +21,7 @@ from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
 from meshkit.parallel.pipeline import Cut, generator_of, plan_pipeline, refuse_more_stages
 from meshkit.parallel.pipeline.schedules import NAMES
-from meshkit.parallel.rows import refuse_mixed_rows
+from meshkit.parallel.rows import of_rows, refuse_mixed_rows
 from meshkit.parallel.shardings import shardings_of
 from meshkit.parallel.state_writes import refuse_of_microbatches
 from meshkit.parallel.tensor.derive import derive_plan
@@ -153,6 +154,8 @@ def resolve(program: Program, strategy: Strategy, spec: MeshSpec, *, device_type
         compiled=bool(strategy.compile),
         splits_backward=cut is not None and cut.splits_backward,
     )
+    if strategy.memory.mlp_chunks > 1:
+        _prove_chunks(program, names, given, closed, strategy.memory.mlp_chunks)
     resolved = Resolved(
         program=program,
         strategy=strategy,
@@ -259,6 +262,19 @@ def _stages_of(schedule: str, ranks: int) -> int:
 @lru_cache
 def _stages_of_rank(schedule: str) -> int:
     return generator_of(schedule)(1, 2).stages
+
+
+def _prove_chunks(
+    program: Program, names: Names, given: Example | None, closed: Mapping[str, str], chunks: int
+) -> None:
+    def prove() -> None:
+        read = None
+        if given is not None:
+            with suppress(PlanError):  # of a model that cannot be read the feed-forwards may be
+                read = program.read(of_rows(given, 2), closed)  # as rows were looked at
+        refuse_mixed_tokens(program.modules, read, mlps=names.mlps, chunks=chunks)
+
+    once(program, ("tokens of mlps", tuple(names.mlps), chunks), prove)
 
 
 def _outline(program: Program, example: Example, layout: TensorLayout) -> str:

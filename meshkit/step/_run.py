@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshkit.core.code import code_of
+from meshkit.core.evaluating import evaluating
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.core.to_device import to_device
@@ -465,13 +466,11 @@ class Run:
         """
         counted = self._begin("evaluate", batch, loss, count, mask)
         watch = self._losses.watch("evaluate", batch, 1, loss, count, mask)
-        training = self.model.training
-        self.model.eval()
         ((part, weight),) = self.parts(batch, 1, mask)
         max_rows = self.strategy.experts.max_rows
-        with nullcontext(Collected()) if max_rows is None else collect() as collected:
+        collecting = nullcontext(Collected()) if max_rows is None else collect()
+        with evaluating(self.model), collecting as collected:
             total = self.infer(part, loss)
-        self.model.train(training)
         after_inference(self.model)
         if max_rows is not None:
             refuse_overflow([collected], self.mesh, max_rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.memory import chunk_mlp, part_sizes
@@ -15,9 +17,10 @@ from meshkit.models.layers import GatedMLP
 from meshkit.models.llama import LLAMA_PLAN
 from meshkit.strategy import Recompute
 from tests.depth import thin
-from tests.laws.parity.cases import Cell, Moe, build, run_cell
+from tests.laws.parity.cases import Cell, Moe, build, mesh_for, run_cell
 from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import Live
+from tests.tiny import TINY
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -113,6 +116,66 @@ def test_schedules_that_put_weights_off_are_refused_before_any_rank_is_needed() 
             pipeline=mk.strategy.PipelinePolicy(schedule="zb-h1"),
             memory=tiles(2),
         )
+
+
+def centred(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out - out.mean(-2, keepdim=True)
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return centred(self, (), self.up(x))
+
+
+def hooked(model: Any) -> None:
+    model.layers[1].mlp.register_forward_hook(centred)
+
+
+def hooked_inside(model: Any) -> None:
+    model.layers[1].mlp.up_proj.register_forward_hook(centred)
+
+
+def hooked_backward(model: Any) -> None:
+    model.layers[1].mlp.register_full_backward_hook(
+        lambda module, given, out: (given[0] - given[0].mean(-2, keepdim=True),)
+    )
+
+
+def replaced(model: Any) -> None:
+    model.layers[1].mlp = Centred()
+
+
+def doubled(model: Any) -> None:
+    model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def dropped(model: Any) -> None:
+    model.layers[1].mlp = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1))
+
+
+def of_changed(change: Callable[[Any], None]) -> str:
+    model = mk.models.Llama(TINY)
+    change(model)
+    try:
+        mk.parallelize(model, mesh_for("dp_shard=1"), plan=mk.models.LLAMA_PLAN, memory=tiles(3))
+    except mk.errors.PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_feed_forward_that_mixes_tokens_is_refused() -> None:
+    for change in (hooked, hooked_inside, hooked_backward, replaced):
+        (said,) = pool(1).run(of_changed, change)
+        assert "'layers.1.mlp' cannot be seen to treat each token alike" in said
+
+
+def test_another_feed_forward_that_does_not_is_taken() -> None:
+    for change in (doubled, dropped):
+        assert pool(1).run(of_changed, change) == [""]
 
 
 def test_number_of_parts_and_what_is_called_with_more_than_tokens() -> None:

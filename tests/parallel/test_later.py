@@ -47,8 +47,45 @@ def scaled_in_place(model: Any) -> None:
         model.leave.weight.mul_(0.5)
 
 
+def halved(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * 0.5
+
+
+def halved_in_place(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.mul_(0.5)
+
+
 def hooked_module(model: Any) -> None:
-    model.blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
+    model.blocks[0].register_forward_hook(halved)
+
+
+def hooked_in_place(model: Any) -> None:
+    model.blocks[0].register_forward_hook(halved_in_place)
+
+
+def hooked_before_call(model: Any) -> None:
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def hooked_backward(model: Any) -> None:
+    model.blocks[0].register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
+
+
+def other_forward(model: Any) -> None:
+    model.blocks[0].forward = lambda x: x * 0.5
+
+
+def watched_module(model: Any) -> None:
+    """As those who log activations do."""
+    block, seen = model.blocks[0], list[float]()
+    block.register_forward_hook(lambda module, args, out: seen.append(float(out.detach().norm())))
+    block.register_forward_hook(lambda module, args, out: out)
+    block.register_forward_hook(lambda module, args, kwargs, out: None, with_kwargs=True)
+    block.register_forward_pre_hook(lambda module, args: None)
+    block.register_forward_pre_hook(lambda module, args: args)
+    block.register_full_backward_hook(lambda module, given, out: None)
+    block.register_full_backward_pre_hook(lambda module, out: None)
+    block.register_forward_hook(halved).remove()
 
 
 def frozen_added(model: Any) -> None:
@@ -110,13 +147,13 @@ def changed(change: Callable[[Any], None], mesh: str, microbatches: int = 1) -> 
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2"])
-@pytest.mark.parametrize("change", [frozen, scaled_in_place, hooked_module, frozen_added, moved, hooked_after])
+@pytest.mark.parametrize("change", [frozen, scaled_in_place, watched_module, frozen_added, moved, hooked_after])
 def test_these_changes_are_right(change: Callable[[Any], None], mesh: str) -> None:
     assert all(float(off) < TOL_FP64 for off in pool(2).run(changed, change, mesh))
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=1", "tp=2"])
-@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_after, moved, converted])
+@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_after, watched_module, moved, converted])
 def test_these_are_right_where_ranks_have_the_same_rows(change: Callable[[Any], None], mesh: str) -> None:
     ranks = pool(mk.MeshSpec.parse(mesh).world_size)
     assert all(float(off) < TOL_FP64 for off in ranks.run(changed, change, mesh))
@@ -138,6 +175,22 @@ def test_values_are_assigned_where_parameters_are_no_shards() -> None:
     ],
 )
 def test_these_would_be_lost_and_are_refused(change: Callable[[Any], None], said: str, mesh: str) -> None:
+    for text in pool(2).run(changed, change, mesh):
+        assert said in str(text)
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (hooked_module, "a forward hook of 'blocks.0', put there after parallelize, changes what it sees"),
+        (hooked_in_place, "a forward hook of 'blocks.0', put there after parallelize, changes what it sees"),
+        (hooked_before_call, "a forward pre-hook of 'blocks.0', put there after parallelize, changes what it sees"),
+        (hooked_backward, "a backward hook of 'blocks.0', put there after parallelize, changes what it sees"),
+        (other_forward, "module 'blocks.0' has got another forward after parallelize"),
+    ],
+)
+def test_what_was_never_read_is_refused(change: Callable[[Any], None], said: str, mesh: str) -> None:
     for text in pool(2).run(changed, change, mesh):
         assert said in str(text)
 

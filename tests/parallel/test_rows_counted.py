@@ -116,6 +116,40 @@ def test_it_is_refused_on_every_rank_where_that_number_comes(
     assert len({*texts}) == 1 and ("rows of a batch" in texts[0] or "context parallelism" in texts[0]), texts
 
 
+def stepped_by(spec: str, rows: list[list[int]], microbatches: int) -> list[str]:
+    """rows: in each step, of each data rank. What the steps say, one after another."""
+    mesh, said = mesh_for(spec), list[str]()
+    torch.manual_seed(0)
+    run = mk.parallelize(OneRow(), mesh)
+    for counts in rows:
+        ids = torch.randint(0, 32, (counts[mesh.data_rank], 9), generator=torch.Generator().manual_seed(mesh.data_rank))
+        try:
+            run.forward_backward({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, microbatches=microbatches)
+        except mk.errors.PlanError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "microbatches"),
+    [
+        ("dp_shard=2", [[2, 2], [3, 3], [1, 1]], 1),
+        ("tp=2", [[4], [6], [2]], 2),
+    ],
+)
+def test_a_number_that_comes_later_is_seen_then(spec: str, rows: list[list[int]], microbatches: int) -> None:
+    for first, second, third in pool(2).run(stepped_by, spec, rows, microbatches):
+        assert first == second == "" and "rows of a batch" in third
+
+
+@pytest.mark.parametrize("rows", [[[3, 1]], [[2, 2], [3, 1]]])
+def test_a_number_of_one_rank_is_refused_on_all(rows: list[list[int]]) -> None:
+    for *_, last in pool(2).run(stepped_by, "dp_shard=2", rows, 1, timeout_s=60):
+        assert "of 1 rows" in last
+
+
 @pytest.mark.parametrize(("kind", "rows"), [(OneRow, 2), (ThreeRows, 2), (Decoder, 1), (Decoder, 3)])
 def test_it_runs_where_it_does_not(kind: type[Decoder], rows: int) -> None:
     assert pool(2).run(stepped, kind, "dp_shard=2", rows, {}) == ["", ""]

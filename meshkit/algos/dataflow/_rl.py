@@ -6,6 +6,7 @@ A sample has the fields of a `Rollout` by their names, as plain data, since chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from meshkit.algos.dataflow._call import Call, Sample
 from meshkit.algos.rewards import Scores, Unscored
 from meshkit.algos.rollout import Engine, Rollout, Sampling, encode_prompts, example_values
 from meshkit.data import Record, Tokenizer
+from meshkit.lora import disabled
 from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Run
 
@@ -103,17 +105,20 @@ def log_prob_call(
     on: str,
     tokens_per_microbatch: int,
     microbatches: int = 1,
+    adapters: bool = True,
 ) -> Call:
     """The call that adds `name`, a number for each token by a model's present weights: log-probabilities, a critic's values.
 
-    function: as of `token_values`. Wire: `example_values`.
+    function: as of `token_values`. adapters: without them, a model with adapters is its own reference. Wire: that of
+    `example_values`.
     """
 
     def compute(samples: list[Sample]) -> list[Sample]:
         assert run is not None
         examples = [rollout_of(sample).example() for sample in samples]
         sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
-        values = example_values(run, examples, function, **sizes)
+        with nullcontext() if adapters else disabled(run.model):
+            values = example_values(run, examples, function, **sizes)
         return [{**sample, name: value} for sample, value in zip(samples, values, strict=True)]
 
     # In the train stage, before `learn`: pi_old has the weights of this step's beginning, also where rollouts were made

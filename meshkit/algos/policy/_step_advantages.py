@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from meshkit.algos.rollout import (
 )
 from meshkit.data import Balance, pack_step
 from meshkit.errors import DataError
+from meshkit.lora import disabled
 from meshkit.mesh import Mesh, gather_over_data
 from meshkit.step import Batch, Run
 
@@ -164,8 +166,9 @@ def policy_batch(
     """The batch that `policy_objective` reads from this data rank's rollouts, balanced by tokens, with the step's advantages.
 
     tokens_per_microbatch, microbatches: see `balance_tokens`. A data rank learns from rollouts of others, too.
-    reference: the reference model, for KL. snapshot: keep the present log-probabilities as the old ones, for several updates
-    on one batch; losses with corrections or KL in the reward do so anyway. Every rank must call it, also without rollouts.
+    reference: the reference model, for KL; the run itself is taken without its adapters. snapshot: keep the present
+    log-probabilities as the old ones, for several updates on one batch; losses with corrections or KL in the reward do so
+    anyway. Every rank must call it, also without rollouts.
     Wire: that of `balance_rollouts`, of `token_values`, once for the snapshot and once for the reference model, and of
     `step_advantages`.
     """
@@ -177,7 +180,8 @@ def policy_batch(
     if snapshot or loss.corrections or loss.kl.in_reward:
         batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=count).cpu()
     if reference is not None:
-        batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=count).cpu()
+        with disabled(run.model) if reference is run else nullcontext():
+            batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=count).cpu()
     advantages = step_advantages(run.mesh, batch, loss)
     return PolicyBatch(batch | advantages.values, advantages, count, balanced.balance)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshkit.core import _torch
-from meshkit.core.model_state import model_tensors
+from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.core.reshard import (
     DEFAULT_BUCKET_BYTES,
     Exchange,
@@ -46,6 +46,7 @@ def prepare_reallocation(
     dst: Run | None,
     *,
     mix: float = 1.0,
+    frozen: bool = True,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Reallocation:
     """Plan the weight sync of parameters and persistent buffers from `src` to `dst`; call the result to move them.
@@ -54,6 +55,7 @@ def prepare_reallocation(
     stage and dtypes; None on a rank outside of the run's mesh. Every rank of the world calls this. The ranks of the two
     meshes call the result; on others it does nothing.
     mix: dst <- mix src + (1 - mix) dst, computed in the wider dtype of the two; 1 is a copy.
+    frozen: whether parameters that do not train move too; where the two have the same ones, as under adapters, they need not.
     bucket_bytes: the most that a rank sends and receives at one time. A call holds at most two such buckets, and never all of
     a tensor that does not fit.
     Optimizer state is not moved: a destination is for inference, or gets its own optimizer.
@@ -63,7 +65,10 @@ def prepare_reallocation(
     Source: Mei et al. 2024 (ReaL), section 4, for the idea; here layouts are boxes of indices, and any two fit.
     """
     request = _Request(
-        _shards_of(src), _shards_of(dst), (mix, bucket_bytes), int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+        _shards_of(src, frozen),
+        _shards_of(dst, frozen),
+        (mix, bucket_bytes, frozen),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
     )
     # See [Note: gather the error, then raise] in rewards/_score.py: every rank sees all requests, and refuses alike.
     requests: list[_Request] = [request] * dist.get_world_size()
@@ -107,18 +112,21 @@ class _RankShards:
 
 @dataclass(frozen=True)
 class _Request:
-    """The call of one rank: its shards and its arguments (mix, bucket_bytes)."""
+    """The call of one rank: its shards and its arguments (mix, bucket_bytes, frozen)."""
 
     src: _RankShards | None
     dst: _RankShards | None
-    arguments: tuple[float, int]
+    arguments: tuple[float, int, bool]
     ranks_per_node: int
 
 
-def _shards_of(run: Run | None) -> _RankShards | None:
+def _shards_of(run: Run | None, frozen: bool) -> _RankShards | None:
     if run is None:
         return None
-    tensors = model_tensors(run.model)
+    tensors, copies = model_tensors(run.model), copies_of(run.model)
+    for name, param in run.model.named_parameters():
+        if not (frozen or param.requires_grad):
+            tensors.pop(copies.get(name, name), None)
     return _RankShards(
         run.mesh.ranks,
         {
@@ -153,14 +161,19 @@ def _join(what: str, by_rank: dict[int, _RankShards | None]) -> Layout:
 
 
 def _refuse_arguments(requests: Sequence[_Request]) -> None:
-    mix, bucket_bytes = requests[0].arguments
+    mix, bucket_bytes, _ = requests[0].arguments
     for rank, request in enumerate(requests):
         if request.arguments != requests[0].arguments:
             raise PlanError(
-                f"reallocate: rank 0 asks for mix={mix} and bucket_bytes={bucket_bytes}, rank {rank} for "
-                f"mix={request.arguments[0]} and bucket_bytes={request.arguments[1]}. Give the same on every rank."
+                f"reallocate: rank 0 asks for {_said(requests[0])}, rank {rank} for {_said(request)}. Give the same on every "
+                "rank."
             )
     if not 0 < mix <= 1:
         raise PlanError(f"reallocate: mix={mix} is the source's share. Use (0, 1]; 1 copies it.")
     if bucket_bytes < 64:
         raise PlanError(f"reallocate: bucket_bytes={bucket_bytes} holds next to nothing. Use some MiB.")
+
+
+def _said(request: _Request) -> str:
+    mix, bucket_bytes, frozen = request.arguments
+    return f"mix={mix}, bucket_bytes={bucket_bytes} and frozen={frozen}"

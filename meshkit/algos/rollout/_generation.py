@@ -22,6 +22,7 @@ from meshkit.algos.rollout._paged_writer import PagedWriter
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._rows import takes_of
 from meshkit.algos.rollout._trial import refuted, rows_of
+from meshkit.core.evaluating import evaluating
 from meshkit.core.rng import stream_of
 from meshkit.errors import DataError, PlanError
 from meshkit.loss.linear_logits import head_of
@@ -228,14 +229,12 @@ class Generation:
         """Without gradients and dropout, and with parameters gathered, if they are to be kept so; freed at the end, since
         the next weights are written into shards."""
         model = self._run.model
-        training = model.training
-        model.eval()
         with torch.no_grad(), ExitStack() as stack:
             if self._kept is not None:
                 stack.enter_context(self._kept.used_by(self._run))  # before parameters are gathered, into others
             # Callbacks run in reverse: hooks are removed first, then the mode is restored, at last parameters are freed.
             stack.callback(after_inference, model)
-            stack.callback(model.train, training)
+            stack.enter_context(evaluating(model))
             # Shapes change every step: it would compile each.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self._policy.keep_parameters:

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshkit.algos.rollout._balanced import answer_work, balance_examples
+from meshkit.core.evaluating import evaluating
 from meshkit.data.examples import Example
 from meshkit.loss import IGNORED, token_log_probs
 from meshkit.parallel.data import after_inference
@@ -72,16 +73,13 @@ def token_values(
     )
     dims = () if width is None else (width,)
     values = torch.zeros(rows * tokens + 1, *dims, dtype=torch.float64, device=run.mesh.device)
-    # eval: no dropout.
-    training = run.model.training
-    run.model.eval()
-    for part, weight in run.parts({**batch, TOKEN_INDEX: index_BT}, microbatches):
-        index_of_part = part.pop(TOKEN_INDEX)
-        values_of_part = run.infer(part, function)
-        # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.
-        if values_of_part is not None and weight:
-            values[index_of_part.flatten()] = values_of_part.double().flatten(0, 1)
-    run.model.train(training)
+    with evaluating(run.model):  # no dropout
+        for part, weight in run.parts({**batch, TOKEN_INDEX: index_BT}, microbatches):
+            index_of_part = part.pop(TOKEN_INDEX)
+            values_of_part = run.infer(part, function)
+            # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.
+            if values_of_part is not None and weight:
+                values[index_of_part.flatten()] = values_of_part.double().flatten(0, 1)
     # FSDP frees gathered parameters in backward, which does not come. The next step would compute with these old copies.
     after_inference(run.model)
     for axis in (run.mesh["cp"], run.mesh["pp"]):

@@ -56,3 +56,16 @@ class LoraFlags(ModelFlags):
         """Raises: PlanError for flags of adapters without --lora-rank."""
         if self.lora_rank is None and (self.lora_base or self.lora_dropout):
             raise PlanError("lora_base and lora_dropout are of adapters, and there are none without lora_rank.")
+
+    def refuse_lora_of_nothing(self) -> None:
+        """Raises: PlanError for adapters without --pretrained, and for flags of adapters without --lora-rank."""
+        self.refuse_lora_without_rank()
+        if self.lora_rank is not None and self.pretrained is None:
+            raise PlanError(
+                f"lora_rank={self.lora_rank} without pretrained: adapters change a model that has learnt something, and "
+                "this one begins from nothing. Give --pretrained FOLDER, or leave --lora-rank away."
+            )
+
+    def export_name(self, step: int) -> str:
+        """Of the folder with the trained model, or its adapters alone."""
+        return f"{'model' if self.lora_rank is None else 'adapter'}-{step}"

@@ -9,14 +9,14 @@ from typing import Literal
 
 from meshkit.algos.policy import CORRECTIONS, GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.errors import PlanError
-from meshkit.recipes.flags._model import ModelFlags
+from meshkit.recipes.flags._model import LoraFlags
 from meshkit.recipes.flags._parallel import ParallelFlags
 from meshkit.recipes.flags._run import LearnFlags, StepFlags
 from meshkit.recipes.ranges import Count, CountOrNone, NotNegative, Positive, Share
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutFlags(LearnFlags, ModelFlags):
+class RolloutFlags(LearnFlags, LoraFlags):
     """Rollouts of reinforcement learning: prompts, the inference engine, and rewards."""
 
     seq_len: Count = 64
@@ -54,6 +54,14 @@ class RolloutFlags(LearnFlags, ModelFlags):
     sft_lr: NotNegative | None = None
     """of those steps; default: the task's"""
     eval_prompts: Count = 512
+
+    def refuse_adapters(self) -> None:
+        """Raises: PlanError for adapters without a model, and for dropout, without which answers are written."""
+        self.refuse_lora_of_nothing()
+        if self.lora_dropout:
+            raise PlanError(
+                f"--lora-dropout {self.lora_dropout:g}: answers are written without, and learnt so. Leave it away."
+            )
 
 
 CorrectionName = Literal[
