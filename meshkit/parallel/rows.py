@@ -197,10 +197,36 @@ class RowsGuard:
         self._microbatches = 1
         self._looked: dict[Hashable, Example] = {} if shown is None else {_kind(program.model, shown): shown}
         self._calls: set[Hashable] = set()
+        self._called: dict[Hashable, Example] = {}  # the first call of each kind, without its values
+        self._foreseen = set[tuple[Hashable, int]]()
 
     def begin_step(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._asked.begin_step()
+
+    def refusal(self, rows: int, microbatches: int) -> str:
+        """Why a step of so many rows of this rank would be refused, if it calls the model as earlier ones did; else empty.
+
+        Asked before the step, so that all ranks hear of it: in a call a rank raises alone, and others wait for its messages.
+        """
+        sizes = {max(1, rows // microbatches), max(1, -(-rows // microbatches))}  # where there are none, one stands in
+        every = sorted({each * factor for each in sizes for factor in (1, microbatches * self._parts)})
+        for kind, example in self._called.items() if self._ranks or microbatches > 1 else ():
+            known = self._rows | self._foreseen
+            counts = [each for each in every if (kind, each) not in known]
+            try:
+                self._refuse_counts(example, counts, kind, shapes((example.args, dict(example.kwargs))))
+            except PlanError as error:
+                return str(error)
+            self._foreseen.update((kind, each) for each in counts)
+        return ""
+
+    def _refuse_counts(self, example: Example, counts: Sequence[int], kind: Hashable, of_call: object) -> None:
+        if not counts:
+            return
+        question = "numbers of rows", (kind, of_call), counts
+        with torch.inference_mode(False):
+            self._asked.ask(question, lambda: self._look_at(example, counts, kind))
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or not (self._ranks or self._microbatches > 1):
@@ -212,15 +238,16 @@ class RowsGuard:
             return
         follow_mode(self._program.model, model)
         kind = _kind(self._program.model, example)  # on pp the program has modules that this rank has not
-        of_call = kind, shapes((args, example.kwargs))
+        of_call = shapes((args, example.kwargs))
         counts = [each for each in (rows, rows * self._microbatches * self._parts) if (kind, each) not in self._rows]
         with torch.inference_mode(False):
             if kind not in self._looked:
-                looked = self._asked.ask(("rows", of_call, self._microbatches), lambda: self._look(example))
+                looked = self._asked.ask(("rows", (kind, of_call), self._microbatches), lambda: self._look(example))
                 if looked.unproved:
                     try_rows(self._program, example)
-                self._looked[kind] = of_rows(example, 0)  # without its values
-            self._asked.ask(("numbers of rows", of_call, counts), lambda: self._look_at(example, counts, kind))
+                self._looked[kind] = of_rows(example, 0)
+        self._called.setdefault(kind, of_rows(example, 0))
+        self._refuse_counts(example, counts, kind, of_call)
         self._rows.update((kind, each) for each in counts)
         self._calls.add(call)
 

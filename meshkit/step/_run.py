@@ -287,14 +287,19 @@ class Run:
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
         changed = "" if self.later is None else self.later.refusal(microbatches)
+        unlike = ""
+        if self.rows is not None and microbatches is not None:
+            mine_of = (value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+            unlike = self.rows.refusal(next(mine_of, 0), microbatches)
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
         facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
+        facts["numbers of rows"] = unlike or "none"
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
         # An evaluation may count several things: they do not fit into the message.
         summed = self.mesh.agreement.meet(what, *([] if mine.ndim else [mine]), facts=facts, rows=rows)
-        if changed:
-            raise PlanError(changed)
+        if changed or unlike:
+            raise PlanError(changed or unlike)
         return self._sum_over_mesh(mine) if mine.ndim else summed[0].to(counted.dtype)
 
     def _sum_over_mesh(self, value: Tensor) -> Tensor:

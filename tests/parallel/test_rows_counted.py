@@ -14,6 +14,7 @@ from meshkit.program import Example, read_program
 from tests.laws.parity.cases import mesh_for
 from tests.tiny import TINY
 from tests.world import pool
+from tests.zoo.decoders import Plain
 
 
 class Decoder(nn.Module):
@@ -28,6 +29,14 @@ class Decoder(nn.Module):
 
     def middle(self, x: Tensor) -> Tensor:
         return x * 1.5
+
+
+class Blocks(Plain):
+    """Of several FSDP units, so that ranks meet in each."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        return x * 2 if x.shape[0] == 1 else x
 
 
 class OneRow(Decoder):
@@ -116,16 +125,16 @@ def test_it_is_refused_on_every_rank_where_that_number_comes(
     assert len({*texts}) == 1 and ("rows of a batch" in texts[0] or "context parallelism" in texts[0]), texts
 
 
-def stepped_by(spec: str, rows: list[list[int]], microbatches: int) -> list[str]:
+def stepped_by(spec: str, rows: list[list[int]], microbatches: int, kind: type[nn.Module] = OneRow) -> list[str]:
     """rows: in each step, of each data rank. What the steps say, one after another."""
     mesh, said = mesh_for(spec), list[str]()
     torch.manual_seed(0)
-    run = mk.parallelize(OneRow(), mesh)
+    run = mk.parallelize(kind(), mesh)
     for counts in rows:
         ids = torch.randint(0, 32, (counts[mesh.data_rank], 9), generator=torch.Generator().manual_seed(mesh.data_rank))
         try:
             run.forward_backward({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, microbatches=microbatches)
-        except mk.errors.PlanError as error:
+        except mk.MeshkitError as error:
             said.append(str(error))
         else:
             said.append("")
@@ -144,9 +153,9 @@ def test_a_number_that_comes_later_is_seen_then(spec: str, rows: list[list[int]]
         assert first == second == "" and "rows of a batch" in third
 
 
-@pytest.mark.parametrize("rows", [[[3, 1]], [[2, 2], [3, 1]]])
+@pytest.mark.parametrize("rows", [[[3, 1]], [[2, 2], [3, 1]], [[2, 2], [3, 2], [2, 1]]])
 def test_a_number_of_one_rank_is_refused_on_all(rows: list[list[int]]) -> None:
-    for *_, last in pool(2).run(stepped_by, "dp_shard=2", rows, 1, timeout_s=60):
+    for *_, last in pool(2).run(stepped_by, "dp_shard=2", rows, 1, Blocks, timeout_s=60):
         assert "of 1 rows" in last
 
 

@@ -60,7 +60,7 @@ def test_a_policy_of_adapters_learns_and_is_exported_as_one(
 def test_the_reference_is_the_policy_without_its_adapters(mesh: str, inputs: Path, tmp_path: Path) -> None:
     """In the first step it is the policy, so the divergence is 0, and afterwards it is not."""
     first, *_, last = run_small("grpo", mesh, inputs, tmp_path / "out", steps=4, kl=0.1)
-    assert abs(first["reference_k3"]) < 1e-6 < 1e-4 < last["reference_k3"]
+    assert abs(first["reference_kl"]) < 1e-6 < 1e-4 < last["reference_kl"]
 
 
 def test_a_sampler_apart_gets_the_adapters_alone(
