@@ -29,10 +29,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def run_small(recipe: str, mesh: str, inputs: Path, out: Path, *more: str, **changes: object) -> list[dict[str, float]]:
+def run_small(recipe: str, on: str, inputs: Path, out: Path, *more: str, **changes: object) -> list[dict[str, float]]:
     """The lines of metrics.jsonl."""
-    flags = [*flags_of(recipe, mesh, inputs, out), *command_line({**ADAPTERS, **changes}), *more]
-    pool(1 if mesh == "one" else 2).run(step_of, recipe, flags)
+    flags = [*flags_of(recipe, on, inputs, out), *command_line({**ADAPTERS, **changes}), *more]
+    pool(1 if on == "one" else 2).run(step_of, recipe, flags)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
