@@ -55,7 +55,9 @@ def shard_units(
     keep_gathered = kept_units(blocks, units, resolved.head)
     experts = resolved.experts_of(mesh["pp"].get_local_rank())
     # Groups are made by all ranks of the mesh, on stages without experts too.
-    over = shard_mesh(mesh, row, experts=True) if resolved.experts and in_expert_view(mesh.spec) else None
+    over = (
+        shard_mesh(mesh, row, experts=True, policy=policy) if resolved.experts and in_expert_view(mesh.spec) else None
+    )
     for name in experts:
         assert over is not None
         # cast_inputs=False: routing weights are in fp32 at least, and must stay so.
@@ -65,7 +67,7 @@ def shard_units(
                 gather_around(names[block], names[name], free=row.frees_parameters and block not in keep_gathered)
     fully_shard(
         model,
-        shard_mesh(mesh, row),
+        shard_mesh(mesh, row, policy=policy),
         units=[*blocks, *units],
         keep_gathered=keep_gathered,
         ignored=experts,

@@ -7,6 +7,7 @@ from ._cluster import Measured as Measured
 from ._cluster import Overlap as Overlap
 from ._cluster import Tier as Tier
 from ._collectives import collective_s as collective_s
+from ._collectives import hierarchical_s as hierarchical_s
 from ._collectives import hop_s as hop_s
 from ._device import Device as Device
 from ._device import Efficiency as Efficiency

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import log2
+from math import ceil, log2
 
 from meshkit.cluster._cluster import OPS, Cluster, Measured
 from meshkit.cluster._place import Place, place_of_pair
@@ -42,6 +42,24 @@ def collective_s(cluster: Cluster, op: str, size: float, place: Place) -> float:
     # Of other numbers of ranks the nearest curve is taken, and scaled as the model is. Its ranks were next to one another.
     there = Place(curve.ranks, tuple(min(tier.ranks, curve.ranks) for tier in cluster.tiers))
     return seconds * _modelled_s(cluster, op, size, place) / _modelled_s(cluster, op, size, there)
+
+
+def hierarchical_s(
+    cluster: Cluster, op: str, size: float, *, inside: Place, across: Place, chunk_bytes: float
+) -> float:
+    """Seconds of one all-gather or reduce-scatter in two hops: a pipeline of chunks, as slow as the slower of its hops.
+
+    size: as the flat one's. inside, across: places of the groups of both hops. chunk_bytes: of a rank's part. A chunk that is
+    put in order is read and written once more, which is counted with the hop inside.
+    """
+    ranks = inside.ranks * across.ranks
+    if ranks == 1 or size <= 0:
+        return 0.0
+    count = ceil(size / ranks / chunk_bytes)
+    across_s = collective_s(cluster, op, size / inside.ranks / count, across)
+    copied_s = 2 * size / count / (cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory)
+    inside_s = collective_s(cluster, op, size / count, inside) + copied_s
+    return across_s + inside_s + (count - 1) * max(across_s, inside_s)
 
 
 def hop_s(cluster: Cluster, size: float, one: int, other: int) -> float:

@@ -22,7 +22,7 @@ from meshkit.core.arguments import require
 from meshkit.core.double_backward import is_differentiated_again, not_twice
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import PlanError
-from meshkit.parallel.hops import before_microbatch_in_hops, forget_copies, gathers_again, reduce_in_hops
+from meshkit.parallel.hops import before_microbatch_in_hops, forget_copies, gathers_again, go_by_nodes, reduce_in_hops
 from meshkit.parallel.shardings import ShardMesh, zero_row
 from meshkit.parallel.wires import quantize_wires
 from meshkit.parallel.writes import swapped
@@ -241,6 +241,15 @@ def fully_shard(
         quantize_wires(modules[name], mesh, policy or DataPolicy(), levels.gather, frees=frees)
         if levels.reduce is not None:
             reduce_in_hops(modules[name], levels.reduce)
+        if levels.hierarchical is not None:
+            assert policy is not None
+            go_by_nodes(
+                modules[name],
+                levels.hierarchical,
+                gathers=levels.gather is None,
+                reduces=levels.reduce is None,
+                chunk_bytes=policy.chunk_bytes,
+            )
     return module
 
 

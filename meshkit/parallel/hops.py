@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshkit.core import _torch
+from meshkit.parallel import hierarchical
 from meshkit.parallel.shardings import Hops
 
 _GATHER, _REDUCTION = "_meshkit_gather", "_meshkit_reduction"
@@ -51,6 +52,15 @@ def reduce_in_hops(unit: nn.Module, hops: Hops) -> None:
     unit.set_custom_reduce_scatter(found)  # type: ignore[arg-type]  # its base class is private
     _torch.note_reductions(unit, found.note, None)
     _torch.before_reductions(unit, found.missing)
+
+
+def go_by_nodes(unit: nn.Module, hops: Hops, *, gathers: bool, reduces: bool, chunk_bytes: int) -> None:
+    """Let an FSDP unit gather and reduce by hierarchical collectives, in place, whatever of it takes one hop."""
+    assert isinstance(unit, FSDPModule)
+    if gathers:
+        unit.set_custom_all_gather(_HierarchicalGather(unit, hops, chunk_bytes))  # type: ignore[arg-type]  # as above
+    if reduces:
+        unit.set_custom_reduce_scatter(_HierarchicalReduction(unit, hops, chunk_bytes))  # type: ignore[arg-type]  # same
 
 
 def before_microbatch_in_hops(module: nn.Module, *, first: bool, last: bool) -> None:
@@ -147,6 +157,37 @@ class _Gather(UnitCollective):
         # A rank's index is outer x inner, and the inner hop comes last.
         ordered = rearrange(parts, "(inner outer n) -> outer inner n", inner=inner, outer=outer)
         output_tensor.view(outer, inner, -1).copy_(ordered)
+
+
+class _HierarchicalGather(UnitCollective):
+    """Nothing is kept: each gather takes both hops."""
+
+    def __init__(self, unit: FSDPModule, hops: Hops, chunk_bytes: int) -> None:
+        super().__init__(unit)
+        self._hops, self._chunk_bytes = hops, chunk_bytes
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """input_tensor: [elements of this rank's parts], which is a part of output_tensor: [ranks x elements]."""
+        hierarchical.all_gather(output_tensor, input_tensor, self._hops, chunk_bytes=self._chunk_bytes)
+
+
+class _HierarchicalReduction(UnitCollective):
+    def __init__(self, unit: FSDPModule, hops: Hops, chunk_bytes: int) -> None:
+        super().__init__(unit)
+        self._hops, self._chunk_bytes = hops, chunk_bytes
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """input_tensor: [ranks x elements of a part]; output_tensor: [elements of a part], their sum."""
+        hierarchical.reduce_scatter(output_tensor, input_tensor, self._hops, op=op, chunk_bytes=self._chunk_bytes)
 
 
 class _Reduction(UnitCollective):

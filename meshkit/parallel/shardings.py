@@ -28,6 +28,8 @@ def shardings_of(strategy: Strategy, spec: MeshSpec) -> Shardings:
     Raises: PlanError for a stage that does not exist, for both at once, and for what the mesh or pp has not.
     """
     zero, policy = strategy.zero, strategy.data
+    if policy.is_hierarchical and spec.dp_intra == 1 and spec.dp_shard > 1:
+        raise PlanError(f"DataPolicy(collectives='hierarchical'): {_no_nodes(spec)}")
     if zero is not None and policy.shards:
         raise PlanError(
             f"zero={zero} and {_given(policy)}: two places for one choice, since zero={zero} names such a row. Leave one "
@@ -68,10 +70,7 @@ def _refuse(row: Shardings, policy: DataPolicy, spec: MeshSpec) -> None:
     levels = {"parameters": row.parameters, "gradients": row.gradients, "states": row.states}
     for name, level in levels.items():
         if level == "node" and spec.dp_intra == 1 and spec.dp_shard > 1:
-            raise PlanError(
-                f"DataPolicy({name}='node'): this mesh tells no nodes apart. Say how many ranks of dp_shard a node has, as "
-                f"dp_shard={spec.dp_shard // 2}x2 does."
-            )
+            raise PlanError(f"DataPolicy({name}='node'): {_no_nodes(spec)}")
     if spec.pp > 1 and (row.frees_parameters or row.reduces_every_microbatch):
         raise PlanError(
             f"{_given(policy)} with pp: parameters are gathered once a step and gradients reduced once, so both are 'none'. "
@@ -82,6 +81,11 @@ def _refuse(row: Shardings, policy: DataPolicy, spec: MeshSpec) -> None:
             f"DataPolicy(reduce={policy.reduce!r}) with gradients={row.gradients!r}, states={row.states!r}: rounded "
             f"gradients are reduced in one hop, and these take two. Use gradients={row.states!r}, or reduce=None."
         )
+
+
+def _no_nodes(spec: MeshSpec) -> str:
+    nodes = f"{spec.dp_shard // 2}x2" if spec.dp_shard % 2 == 0 else f"1x{spec.dp_shard}"
+    return f"this mesh tells no nodes apart. Say how many ranks of dp_shard a node has, as dp_shard={nodes} does."
 
 
 def axes_between(inner: Level, outer: Level, *, experts: bool = False) -> tuple[str, ...]:
@@ -110,6 +114,28 @@ def hops_between(spec: MeshSpec, level: Level, states: Level, *, experts: bool =
     return 1 if level == "none" else ranks_between(spec, level, states, experts=experts)
 
 
+def hierarchical_axes(
+    row: Shardings, spec: MeshSpec, *, experts: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The axes (inside of a node, across nodes) of what goes over the ranks of states in one hop; None where they are not
+    ranks of several nodes, or one of each."""
+    if row.states == "node":
+        return None
+    inside = axes_between("none", "node", experts=experts)
+    across = axes_between("node", row.states, experts=experts)
+    several = all(prod(getattr(spec, axis) for axis in axes) > 1 for axes in (inside, across))
+    return (inside, across) if several else None
+
+
+def hierarchical_ranks(row: Shardings, spec: MeshSpec, *, experts: bool = False) -> tuple[int, int] | None:
+    """The ranks of those axes: (in a node, nodes)."""
+    axes = hierarchical_axes(row, spec, experts=experts)
+    if axes is None:
+        return None
+    inside, across = (prod(getattr(spec, axis) for axis in each) for each in axes)
+    return inside, across
+
+
 def axes_outside(level: Level, *, experts: bool = False) -> tuple[str, ...]:
     """The data axes whose ranks hold the same parts of what is sharded over a level."""
     return (_EXPERTS if experts else _DENSE)[: _FIRST[level]]
@@ -126,16 +152,19 @@ class Hops:
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
     """What FSDP shards over. mesh: one axis, or two: replicate x shard. gather: where whole parameters are gathered from
-    copies that lie on fewer ranks than the shards; reduce: where gradients add up on fewer ranks. None: in one hop."""
+    copies that lie on fewer ranks than the shards; reduce: where gradients add up on fewer ranks. None: in one hop, which
+    goes inside of nodes and across where there is `hierarchical`."""
 
     mesh: DeviceMesh
     gather: Hops | None = None
     reduce: Hops | None = None
+    hierarchical: Hops | None = None
 
 
-def shard_mesh(mesh: Mesh, row: Shardings, *, experts: bool = False) -> ShardMesh:
+def shard_mesh(mesh: Mesh, row: Shardings, *, experts: bool = False, policy: DataPolicy | None = None) -> ShardMesh:
     """The groups of a row on this mesh. The first use may make some: a collective of all ranks of the mesh.
 
+    policy: whose collectives may be hierarchical.
     Wire: as `Mesh.over`.
     """
     if row.states == "all":
@@ -154,4 +183,8 @@ def shard_mesh(mesh: Mesh, row: Shardings, *, experts: bool = False) -> ShardMes
         # Of one rank there is only one hop; where it is the outer one, what adds up inside adds up on the rank itself.
         return Hops(inner=inner, outer=outer) if outer.size() > 1 else None
 
-    return ShardMesh(mesh=data, gather=hops(row.parameters), reduce=hops(row.gradients))
+    nodes, by_nodes = None, policy is not None and policy.is_hierarchical
+    if by_nodes and (found := hierarchical_axes(row, mesh.spec, experts=experts)) is not None:
+        inside, across = found
+        nodes = Hops(inner=mesh.over(*inside).get_group(), outer=mesh.over(*across).get_group())
+    return ShardMesh(mesh=data, gather=hops(row.parameters), reduce=hops(row.gradients), hierarchical=nodes)

@@ -9,6 +9,8 @@ from meshkit.errors import PlanError
 
 GatherWire = Literal["int8", "fp8", "int4"]
 ReduceWire = Literal["int8", "int4"]
+Collectives = Literal["flat", "hierarchical"]
+CHUNK_BYTES = 2**22
 Level = Literal["none", "node", "all", "replicas"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
@@ -53,6 +55,9 @@ class DataPolicy:
     gather: of parameters, "int8", "fp8" or "int4": blocks of 128 with a scale each; None sends the compute dtype. The shards
     themselves stay exact, so rounding does not add up from step to step. reduce: of gradients, "int8" or "int4"; None sends
     the reduction dtype. feedback: error feedback: what rounding took of a gradient is added to the next one.
+    collectives: "hierarchical" lets what goes over several nodes in one hop go in two, inside of a node and across, see
+    `parallel.hierarchical`; "flat" leaves it to one ring. chunk_bytes: of a rank's part, in hierarchical ones: while a chunk
+    is inside of nodes the next is on its way across.
     """
 
     parameters: Level | None = None
@@ -61,6 +66,8 @@ class DataPolicy:
     gather: GatherWire | None = None
     reduce: ReduceWire | None = None
     feedback: bool = True
+    collectives: Collectives = "flat"
+    chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
         for name, kinds in (("gather", GatherWire), ("reduce", ReduceWire)):
@@ -96,6 +103,33 @@ class DataPolicy:
                 "DataPolicy(feedback=False) without reduce: no gradient is rounded, so there is nothing to feed back. Leave "
                 "feedback away, or give reduce."
             )
+        self._refuse_collectives()
+
+    def _refuse_collectives(self) -> None:
+        if self.collectives not in get_args(Collectives):
+            raise PlanError(
+                f"DataPolicy(collectives={self.collectives!r}): choose one of {', '.join(get_args(Collectives))}."
+            )
+        if isinstance(self.chunk_bytes, bool) or not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
+            raise PlanError(
+                f"DataPolicy(chunk_bytes={self.chunk_bytes!r}): a chunk has a whole number of bytes, at least 1."
+            )
+        if self.chunk_bytes != CHUNK_BYTES and not self.is_hierarchical:
+            raise PlanError(
+                f"DataPolicy(chunk_bytes={self.chunk_bytes}) is of hierarchical collectives, and these are flat. Give "
+                "collectives='hierarchical', or leave chunk_bytes away."
+            )
+        wires = {name: value for name in ("gather", "reduce") if (value := getattr(self, name)) is not None}
+        if wires and self.is_hierarchical:
+            name, value = next(iter(wires.items()))
+            raise PlanError(
+                f"DataPolicy({name}={value!r}, collectives='hierarchical'): rounded messages go in one hop. Leave one of "
+                "them away."
+            )
+
+    @property
+    def is_hierarchical(self) -> bool:
+        return self.collectives == "hierarchical"
 
     @property
     def shards(self) -> bool:

@@ -14,7 +14,7 @@ from meshkit.mask import Mask
 from meshkit.parallel.data import kept_units
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
-from meshkit.parallel.shardings import hops_between, ranks_between
+from meshkit.parallel.shardings import hierarchical_ranks, hops_between, ranks_between
 from meshkit.preflight._inner import inner_mesh
 from meshkit.preflight._thin import alike_blocks, kinds_of_blocks
 from meshkit.preflight.estimate._composed import Composed, ComposedRank
@@ -333,7 +333,10 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     if any(idle.issuperset(names) for stage, names in of_stages.items() if stage != last or not stage):
         raise Unlike("compose: no block of a stage before the last runs.")
 
+    policy = resolved.strategy.data
+
     def bytes_of(params: Sequence[LocalParam], is_sharded: bool, *, experts: bool = False) -> UnitBytes:
+        nodes = hierarchical_ranks(row, spec, experts=experts) if policy.is_hierarchical else None
         return unit_bytes(
             params,
             shards=ranks_between(spec, "none", row.states, experts=experts),
@@ -342,6 +345,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             sharded=is_sharded,
             precision=precision,
             granule=granule,
+            nodes=None if nodes is None else (*nodes, policy.chunk_bytes),
         )
 
     around = [each for each in parts.around if cut is None or cut.runs(each[0], pp_rank)]

@@ -97,6 +97,8 @@ class Buffers:
         change(GRADIENTS if added else WORK, -(unit.added if added else unit.taken), where, name)
         self._in_reduction = unit.reduced
         change(REDUCING, unit.part, where, name)
+        change(REDUCING, unit.reducing, where, name)
+        change(REDUCING, -unit.reducing, where, name)
         self._reduce_in_hops(name, where, last=last)
         if self.replicas and not last:
             if name in self._parts:
@@ -162,6 +164,8 @@ class Buffers:
         change(GATHERED, unit.gathered, where, name)
         if unit.copy:
             self._gather_in_hops(name, where)
+        change(GATHERED, unit.gathering, where, name)
+        change(GATHERED, -unit.gathering, where, name)
         if unit.gathered:
             change(GATHERED, -unit.cast, where, name)
 

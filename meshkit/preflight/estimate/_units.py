@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from meshkit.parallel.hierarchical import buffer_bytes
 from meshkit.preflight.explain import LocalParam
 from meshkit.strategy import Precision
 
@@ -20,6 +21,7 @@ class UnitBytes:
     reduced: the buffer that is reduced. part: what comes out of that, in its dtype. casts_part: `grads` is a copy of `part`.
     In two hops: copy, the secondary copy that the outer one gathers; gathers_again, the result of the inner one, before it is
     in order. sums: of gradients over the inner ranks; ordered, the gradients that these reduce, in their order.
+    gathering, reducing: what chunks of hierarchical collectives hold while they are under way.
     """
 
     params: int
@@ -38,6 +40,8 @@ class UnitBytes:
     gathers_again: int = 0
     sums: int = 0
     ordered: int = 0
+    gathering: int = 0
+    reducing: int = 0
 
 
 def unit_bytes(
@@ -49,9 +53,10 @@ def unit_bytes(
     sharded: bool,
     precision: Precision | None,
     granule: int,
+    nodes: tuple[int, int, int] | None = None,
 ) -> UnitBytes:
     """params: of the unit, as a rank has them before FSDP. shards: ranks of the axis that shards; 1 replicates. gathers,
-    reduces: ranks of the outer hop, 1 without one.
+    reduces: ranks of the outer hop, 1 without one. nodes: of hierarchical collectives (ranks in a node, nodes, chunk_bytes).
     """
 
     def rounded(size: int) -> int:
@@ -85,6 +90,15 @@ def unit_bytes(
     reduced = sum(padded(param) * reduce(param) for param in trained)
     sums = [rounded(reduces * (padded(param) // shards) * reduce(param)) for param in trained]
     own = sum(padded(param) // shards * param.dtype.itemsize for param in trained)
+    gathering = reducing = 0
+    if nodes is not None:
+        inner, outer, chunk_bytes = nodes
+        if gathers == 1:
+            of_gather, _ = buffer_bytes(whole // shards, chunk_bytes, inner=inner, outer=outer)
+            gathering = sum(map(rounded, of_gather))
+        if reduces == 1:
+            _, of_reduction = buffer_bytes(reduced // shards, chunk_bytes, inner=inner, outer=outer)
+            reducing = sum(map(rounded, of_reduction))
     casts_part = any(reduce(param) != param.dtype.itemsize for param in trained)
     return UnitBytes(
         params=held,
@@ -103,4 +117,6 @@ def unit_bytes(
         gathers_again=rounded(whole) if 1 < gathers < shards else 0,
         sums=sum(sums) if reduces > 1 else 0,
         ordered=rounded(reduced) if 1 < reduces < shards else 0,
+        gathering=gathering,
+        reducing=reducing,
     )

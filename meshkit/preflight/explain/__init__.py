@@ -10,10 +10,13 @@ from ._explain import explain_resolved as explain_resolved
 from ._explain import explain_step as explain_step
 from ._explanation import PHASES as PHASES
 from ._explanation import Explanation as Explanation
+from ._explanation import Hierarchical as Hierarchical
 from ._explanation import Message as Message
 from ._explanation import ParamGroup as ParamGroup
 from ._explanation import ParamRow as ParamRow
 from ._explanation import Sent as Sent
 from ._explanation import Traffic as Traffic
+from ._links import CollectivesChoice as CollectivesChoice
+from ._links import choose_collectives as choose_collectives
 from ._rank import LocalParam as LocalParam
 from ._rank import RankModel as RankModel

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from meshkit.cluster import Cluster
 from meshkit.errors import DataError, PlanError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
@@ -27,6 +28,7 @@ from meshkit.parallel.context import (
 from meshkit.parallel.pipeline import Cut, Path
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
+from meshkit.preflight.explain._links import link_notes
 from meshkit.preflight.explain._period import period_of_model, period_of_run
 from meshkit.preflight.explain._pipeline_table import PipelineTable
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
@@ -51,6 +53,7 @@ def explain(
     coordinate: dict[str, int] | None = None,
     device: str | None = None,
     outer: Policy | OuterOptimizer | None = None,
+    cluster: Cluster | str | None = None,
     **choices: Any,
 ) -> Explanation:
     """What `parallelize(model, mesh, strategy)` will hold and send, for one optimizer step of one rank.
@@ -63,6 +66,8 @@ def explain(
     coordinate: the rank's index on each axis, default 0; stages differ between ranks, and so do uneven shards.
     device: where it will run, "cuda" or "cpu": a `Budget` counts that device's kernels. Default: a GPU where there is one.
     outer: a policy of local updates, with which the run is on a replica of the mesh; of a run its outer optimizer.
+    cluster: a `Cluster`, the name of a datasheet, or a file: notes then say in which way FSDP's collectives are faster by its
+    links, and which axes send much over slow ones.
     Counts the forward and backward of `Run.forward_backward` with the default loss, and `clip_grad_norm`.
     Raises: PlanError as `parallelize` does, with the same text.
     """
@@ -83,6 +88,9 @@ def explain(
     of_step = explain_resolved(
         resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate
     )
+    if cluster is not None:
+        links = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+        of_step = replace(of_step, choices=(*of_step.choices, *link_notes(of_step, links)))
     return replace(of_step, period=period)
 
 

@@ -32,12 +32,25 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hierarchical:
+    """A hierarchical collective: axis, op and size of the flat one, the axes of its hops, the bytes of a chunk of a part."""
+
+    axis: str
+    op: str
+    size: int
+    inside: str
+    across: str
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sent:
     """Messages in their place: what one module sends in one phase of each of some microbatches.
 
     phase: one of PHASES. module: that sends it, a block or a module inside of one, an FSDP unit; "" is the root. what: it is
     for. microbatches: in which it is sent; none where that depends on no single one, as of what is gathered once a step.
-    count: calls in each of those microbatches, or in the step.
+    count: calls in each of those microbatches, or in the step. hierarchical: of which it is chunks of one hop, and how often
+    that is called.
     """
 
     message: Message
@@ -46,6 +59,7 @@ class Sent:
     what: str
     microbatches: tuple[int, ...]
     count: int
+    hierarchical: tuple[Hierarchical, int] | None = None
 
     @property
     def calls(self) -> int:
@@ -208,7 +222,17 @@ class TrafficLog:
         self.sent: list[Sent] = []
         self.microbatches: tuple[int, ...] = ()
 
-    def add(self, axis: str, op: str, size: int, why: str, times: int = 1, *, module: str = "") -> None:
+    def add(
+        self,
+        axis: str,
+        op: str,
+        size: int,
+        why: str,
+        times: int = 1,
+        *,
+        module: str = "",
+        hierarchical: tuple[Hierarchical, int] | None = None,
+    ) -> None:
         """why: what it is for and its phase, as "parameters, forward"; without a phase it is once a step."""
         if times and size:
             what, _, phase = why.partition(", ")
@@ -220,5 +244,6 @@ class TrafficLog:
                     what=what,
                     microbatches=self.microbatches,
                     count=times,
+                    hierarchical=hierarchical,
                 )
             )

@@ -5,6 +5,7 @@ It is read from the same tables that `parallelize` executes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,11 +20,12 @@ from meshkit.mesh.agreement import MEETING_BYTES
 from meshkit.parallel.context import Layout, Shape, attention_shape, halo_traffic, state_traffic, traffic
 from meshkit.parallel.data import kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
+from meshkit.parallel.hierarchical import chunks_of
 from meshkit.parallel.pipeline import Cut, Path
-from meshkit.parallel.shardings import axes_between, axes_outside
+from meshkit.parallel.shardings import axes_between, axes_outside, hierarchical_axes
 from meshkit.parallel.tensor.heads import attention_heads
 from meshkit.parallel.wires import gathered_bytes, reduced_bytes, replica_bytes
-from meshkit.preflight.explain._explanation import TrafficLog
+from meshkit.preflight.explain._explanation import Hierarchical, Message, TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, LocalParam, RankModel
 from meshkit.strategy import Level
 
@@ -186,7 +188,7 @@ class _UnitBytes:
 
 def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitBytes, microbatches: int) -> None:
     # How often: Rajbhandari et al. 2020, section 7, with k microbatches in place of one; see `before_microbatch`.
-    row, experts = rank_model.shardings, unit.params[0].expert
+    row, policy, experts = rank_model.shardings, rank_model.resolved.strategy.data, unit.params[0].expert
     gathers = microbatches if row.frees_parameters else 1
     reductions = microbatches if row.reduces_every_microbatch else 1
     again = (microbatches if unit.flows else int(unit.prefetched)) * unit.resharded * row.frees_parameters
@@ -209,13 +211,21 @@ def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitB
             "secondary copies of parameters, forward",
             module=unit.name,
         )
+    nodes = hierarchical_axes(row, rank_model.spec, experts=experts) if policy.is_hierarchical else None
+
+    def add(axis: str, op: str, size: int, why: str, times: int, *, one_hop: bool) -> None:
+        if nodes is None or not one_hop:
+            log.add(axis, op, size, why, times, module=unit.name)
+        else:
+            _add_hierarchical(log, rank_model, nodes, Message(axis, op, size), why, times, module=unit.name)
+
     if inner > 1:
-        log.add(axis, "all_gather", sizes.gathered, "parameters, forward", gathers, module=unit.name)
-        log.add(axis, "all_gather", sizes.gathered, "parameters, backward", again, module=unit.name)
+        add(axis, "all_gather", sizes.gathered, "parameters, forward", gathers, one_hop=outer == 1)
+        add(axis, "all_gather", sizes.gathered, "parameters, backward", again, one_hop=outer == 1)
     (axis, inner), (outer_axis, outer) = hops(row.gradients)
-    op = "reduce_scatter" if rank_model.resolved.strategy.data.reduce is None else "all_to_all"
+    op = "reduce_scatter" if policy.reduce is None else "all_to_all"
     if inner > 1:
-        log.add(axis, op, sizes.reduced, "gradients, backward", reductions, module=unit.name)
+        add(axis, op, sizes.reduced, "gradients, backward", reductions, one_hop=outer == 1)
     if outer > 1:
         log.add(outer_axis, op, sizes.reduced // inner, "sums of microbatches, backward", module=unit.name)
     outside, copies = rank_model.axis(axes_outside(row.states, experts=experts))
@@ -223,6 +233,27 @@ def _add_unit(log: TrafficLog, rank_model: RankModel, unit: _Unit, sizes: _UnitB
         # HSDP: replicas sum what the reduce-scatter has left of the gradients, a shard, and do so once a step.
         for op, size in sizes.replicas:
             log.add(outside, op, size, "gradients, backward", module=unit.name)
+
+
+def _add_hierarchical(
+    log: TrafficLog,
+    rank_model: RankModel,
+    axes: tuple[tuple[str, ...], tuple[str, ...]],
+    flat: Message,
+    why: str,
+    times: int,
+    *,
+    module: str,
+) -> None:
+    """The chunks of a gather or reduction that goes inside of nodes and across. axes: of both hops."""
+    (inside, inner), (across, outer) = map(rank_model.axis, axes)
+    chunk_bytes = rank_model.resolved.strategy.data.chunk_bytes
+    op = flat.op
+    of_all = Hierarchical(axis=flat.axis, op=op, size=flat.size, inside=inside, across=across, chunk_bytes=chunk_bytes)
+    call = of_all, times
+    for chunk, count in Counter(chunks_of(flat.size // (inner * outer), chunk_bytes)).items():
+        log.add(across, op, outer * chunk, why, times * count, module=module, hierarchical=call)
+        log.add(inside, op, inner * outer * chunk, why, times * count, module=module, hierarchical=call)
 
 
 def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitBytes:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, log, sqrt
 
-from meshkit.cluster import Cluster, Op, collective_s, kernel_s, place_of
+from meshkit.cluster import Cluster, Op, collective_s, hierarchical_s, kernel_s, place_of
 from meshkit.cluster import hop_s as cluster_hop_s
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
+from meshkit.preflight.explain import Hierarchical
 from meshkit.preflight.forecast._profile import Call, Part, StepProfile
 from meshkit.preflight.forecast._update import Update
 
@@ -32,7 +33,7 @@ class Prices:
     def __init__(self, cluster: Cluster, spec: MeshSpec) -> None:
         self.cluster, self.spec = cluster, spec
         self._kernels: dict[Op, float] = {}
-        self._calls: dict[tuple[str, str, int], float] = {}
+        self._calls: dict[tuple[str, str, int, Hierarchical | None], float] = {}
         self._parts: dict[tuple[int, int], tuple[PartSeconds, Part]] = {}
 
     def kernel_s(self, op: Op) -> float:
@@ -41,10 +42,16 @@ class Prices:
         return self._kernels[op]
 
     def call_s(self, call: Call) -> float:
-        key = call.axis, call.op, call.size
+        key = call.axis, call.op, call.size, call.hierarchical
         if key not in self._calls:
             place = place_of(self.cluster, self.spec, call.axis)
-            self._calls[key] = collective_s(self.cluster, call.op, call.size, place)
+            if (hops := call.hierarchical) is None:
+                self._calls[key] = collective_s(self.cluster, call.op, call.size, place)
+            else:
+                inside = place_of(self.cluster, self.spec, hops.inside)
+                self._calls[key] = hierarchical_s(
+                    self.cluster, call.op, call.size, inside=inside, across=place, chunk_bytes=hops.chunk_bytes
+                )
         return self._calls[key] * call.count
 
     def part(self, part: Part) -> PartSeconds:

@@ -10,6 +10,7 @@ from functools import cached_property
 from meshkit.cluster import Op
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule
+from meshkit.preflight.explain import Hierarchical
 from meshkit.preflight.forecast._update import FUSED, Update
 
 Ops = tuple[tuple[Op, int], ...]
@@ -55,13 +56,17 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class Call:
-    """Messages of one kind: axis, operation, bytes as `explain` counts them, phase, and how many calls."""
+    """Messages of one kind: axis, operation, bytes as `explain` counts them, phase, and how many calls.
+
+    hierarchical: the axes of the two hops and their chunks, where it is a whole collective in place of its messages.
+    """
 
     axis: str
     op: str
     size: int
     phase: str
     count: int
+    hierarchical: Hierarchical | None = None
 
     @property
     def is_beside(self) -> bool:

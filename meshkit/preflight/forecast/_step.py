@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from meshkit.mask import Mask
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.shardings import ranks_between
-from meshkit.preflight.explain import Sent, explain_microbatch, explain_step
+from meshkit.preflight.explain import Hierarchical, Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.preflight.forecast._update import Update
 from meshkit.resolve import Resolved
@@ -139,8 +139,16 @@ def _parts(
     every = [name for stage in names.values() for name in stage]
     owners: dict[str, str] = resolved.derived.setdefault(("owners", tuple(every)), {})
     data: dict[str, list[Call]] = {name: [] for name in every}
+    whole = set[tuple[str, str, Hierarchical]]()
     for each in sent:
-        if each.phase != "step" and not _is_tied(each):
+        if each.hierarchical is not None:
+            # Chunks of both hops are one collective, which is priced as a pipeline.
+            call, times = each.hierarchical
+            if (key := (each.module, each.phase, call)) not in whole:
+                whole.add(key)
+                of_unit = Call(call.across, call.op, call.size, each.phase, times, call)
+                data[_owner(each.module, every, owners)].append(of_unit)
+        elif each.phase != "step" and not _is_tied(each):
             data[_owner(each.module, every, owners)].append(_call(each))
     shards = _sizes(resolved, held, every, owners)
     profiles = {**computed.blocks, **computed.around}

@@ -217,6 +217,26 @@ def test_a_composed_peak_of_rows_with_experts_and_stages_is_the_traced_one(
         assert rank.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "chunk_bytes"),
+    [
+        ("dp_shard=2x4", 1024),
+        ("dp_shard=2x4", 2**22),
+        ("dp_replicate=2 dp_shard=2x2", 4096),
+        ("pp=2 dp_shard=2x2", 4096),
+    ],
+)
+def test_a_composed_peak_of_hierarchical_collectives_is_the_traced_one(mesh: str, chunk_bytes: int) -> None:
+    row = mk.strategy.DataPolicy(collectives="hierarchical", chunk_bytes=chunk_bytes)
+    strategy = mk.Strategy(mesh=mesh, plan=LLAMA_PLAN, data=row, microbatches=2, memory=mk.MemoryPolicy(precision=BF16))
+    step: dict[str, Any] = {"rows": 2, "seq_len": 32, "microbatches": 2}
+    composed = compose(resolved(model_of("short"), strategy), **step)
+    assert composed.source == "composed"
+    for rank in composed.ranks:
+        traced = estimate(model_of("short"), strategy=strategy, coordinate={"pp": rank.pp_rank}, **step)
+        assert rank.peak_bytes == pytest.approx(traced.peak_bytes, rel=composed.within)
+
+
 def test_a_stage_without_blocks_is_traced() -> None:
     pipeline = mk.strategy.PipelinePolicy(stages=(0, 6, 0))
     strategy = mk.Strategy(mesh="pp=3", plan=LLAMA_PLAN, microbatches=4, pipeline=pipeline)
