@@ -77,7 +77,6 @@ def both(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
 def first_steps(mesh: str, microbatches: int) -> dict[str, str]:
     run, found = run_of(mesh), {}
     for name, reduce in {**MIXES, **KEEPS}.items():
-        run._losses.known.clear()  # these losses have one code
         try:
             run.forward_backward(rows_of(run, 8), microbatches=microbatches, loss=of(reduce), count=items)
         except PlanError as error:
@@ -106,7 +105,6 @@ MEANS: dict[str, Reduce] = {
 def evaluations(mesh: str) -> dict[str, str]:
     run, found = run_of(mesh), {}
     for name, reduce in {**MIXES, **KEEPS, **MEANS}.items():
-        run._losses.known.clear()
         try:
             run.evaluate(rows_of(run, 8), loss=of(reduce), count=items)
         except PlanError as error:
