@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
 from meshkit.core.held_values import Held, Judged, held_values
 from meshkit.loss import LossWatch
 from meshkit.mask import Mask
 from meshkit.mesh import Mesh
-from meshkit.parallel.rows_tried import loss_of_rows
-from meshkit.parallel.tokens_tried import loss_of_tokens
-from meshkit.step._loss import Batch, Count, Loss
+from meshkit.parallel.rows_tried import OfParts, Trial, loss_of_rows
+from meshkit.parallel.tokens_tried import loss_of_rows_alone, loss_of_tokens
+from meshkit.step._loss import Batch, Count, Loss, is_vouched
 
 
 @dataclass(eq=False)
@@ -38,16 +39,38 @@ class NewLosses:
         if not self.known[key].is_due(held):
             return None
         self._new = key, held
-        rows = tokens = None
-        if not is_ours(loss):
-            if mask is None and microbatches * self.mesh.data_ranks > 1:
-                rows = loss_of_rows(self.model, loss, batch)
-            if self.mesh["cp"].size() > 1:
-                tokens = loss_of_tokens(self.model, loss, batch)
-            # A mean of equal parts may be counted as one; a sum of rows' means is neither of theirs nor of tokens'.
-            if tokens == "between" and (rows or loss_of_rows(self.model, loss, batch)) == "sum":
-                tokens = "neither"
-        return LossWatch(loss, count, self.mesh.device, what=what, rows=rows, tokens=tokens)
+        trial = Trial(loss)
+        rows, tokens = (
+            (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(trial, batch, microbatches, mask)
+        )
+        carries = trial.carries and microbatches > 1
+        return LossWatch(
+            loss, count, self.mesh.device, what=what, rows=rows, tokens=tokens, untried=trial.why, carries=carries
+        )
+
+    def _tried(
+        self, trial: Trial, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+    ) -> tuple[OfParts | None, OfParts | None]:
+        """What the loss is of parts of the rows and of the tokens. `trial.why`: it sees a part, and that is not known."""
+        some_rows, some_tokens = microbatches * self.mesh.data_ranks > 1, self.mesh["cp"].size() > 1
+        if not (some_rows or some_tokens) or trial.reach.obstacle:
+            trial.why = trial.why if some_rows or some_tokens else ""
+            return None, None
+        loss, rows, tokens = trial.loss, None, None
+        if some_tokens:
+            tokens = loss_of_tokens(self.model, loss, batch, trial)
+        # A mean of equal parts may be counted as one; a sum of rows' means is neither of theirs nor of tokens'.
+        if some_rows or tokens == "between":
+            rows = None if mask is not None else loss_of_rows(self.model, loss, batch, trial)
+            rows = rows or loss_of_rows_alone(self.model, loss, batch, trial)
+        if tokens == "between" and rows == "sum":
+            tokens = "neither"
+        known = (rows is not None or not some_rows) and (tokens is not None or not some_tokens)
+        if known or not _has_values(batch):
+            trial.why = ""
+        else:
+            trial.why = trial.why or "on random values it returns no number, or another one when it is called again"
+        return rows if some_rows else None, tokens
 
     def settle(self, watch: LossWatch, means: Tensor, counted: Tensor, *, microbatches: int) -> None:
         """means: of all ranks. Raises: PlanError, on every rank."""
@@ -56,3 +79,11 @@ class NewLosses:
         assert self._new is not None
         key, held = self._new
         self.known[key].add(held)
+
+
+def _has_values(batch: Batch) -> bool:
+    """Whether this rank has rows, and they are no stand-ins, as in an estimate."""
+    tensors = [each for each in batch.values() if isinstance(each, Tensor)]
+    return any(each.ndim and len(each) for each in tensors) and not any(
+        each.is_meta or _torch.is_fake(each) for each in tensors
+    )
