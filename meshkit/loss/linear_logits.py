@@ -121,8 +121,8 @@ def _changed(operation: str) -> str:
     who = f"{type(module).__name__} at {where}" if isinstance(module, nn.Module) else where
     return (
         f"MemoryPolicy(loss=ChunkedLoss()): {who} computes with the logits ({operation}), and a chunked loss makes none. "
-        "A model or a hook that changes its logits (a scale, a soft cap, a softmax) needs loss=None; a loss of your own computes "
-        "with logits.to_logits(), or by mk.cross_entropy."
+        "A model or a hook that changes its logits (a scale, a soft cap, a softmax) needs loss=None; a loss of "
+        "your own computes with logits.to_logits(), or by mk.cross_entropy."
     )
 
 

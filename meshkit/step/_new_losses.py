@@ -17,15 +17,17 @@ from meshkit.mask import Mask
 from meshkit.mesh import Mesh
 from meshkit.parallel.rows_tried import OfParts, Trial, loss_of_rows
 from meshkit.parallel.tokens_tried import loss_of_rows_alone, loss_of_tokens
+from meshkit.program import follow_mode, without_values
 from meshkit.step._loss import Batch, Count, Loss, is_vouched
 
 
 @dataclass(eq=False)
 class NewLosses:
-    """Of a run. model: without values, as one device has it. known: what losses held when they were judged; by the call, the
-    code of a loss and its count, and whether there are microbatches and masks."""
+    """Of a run. model: without values, as one device has it. running: says what is in training. known: what losses held when
+    they were judged; by the call, the code of a loss and its count, and whether there are microbatches and masks."""
 
     model: nn.Module
+    running: nn.Module
     mesh: Mesh
     known: defaultdict[tuple[Any, ...], Judged] = field(default_factory=lambda: defaultdict(Judged))
     _new: tuple[tuple[Any, ...], Held] | None = None  # that is being judged
@@ -41,7 +43,7 @@ class NewLosses:
         self._new = key, held
         trial = Trial(loss)
         rows, tokens = (
-            (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(trial, batch, microbatches, mask)
+            (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(what, trial, batch, microbatches, mask)
         )
         carries = trial.carries and microbatches > 1
         return LossWatch(
@@ -49,7 +51,7 @@ class NewLosses:
         )
 
     def _tried(
-        self, trial: Trial, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+        self, what: str, trial: Trial, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
     ) -> tuple[OfParts | None, OfParts | None]:
         """What the loss is of parts of the rows and of the tokens. `trial.why`: it sees a part, and that is not known."""
         some_rows, some_tokens = microbatches * self.mesh.data_ranks > 1, self.mesh["cp"].size() > 1
@@ -57,12 +59,16 @@ class NewLosses:
             trial.why = trial.why if some_rows or some_tokens else ""
             return None, None
         loss, rows, tokens = trial.loss, None, None
+        model = without_values(self.model)
+        follow_mode(model, self.running)
+        if what == "evaluate":
+            model.eval()
         if some_tokens:
-            tokens = loss_of_tokens(self.model, loss, batch, trial)
+            tokens = loss_of_tokens(model, loss, batch, trial)
         # A mean of equal parts may be counted as one; a sum of rows' means is neither of theirs nor of tokens'.
         if some_rows or tokens == "between":
-            rows = None if mask is not None else loss_of_rows(self.model, loss, batch, trial)
-            rows = rows or loss_of_rows_alone(self.model, loss, batch, trial)
+            rows = None if mask is not None else loss_of_rows(model, loss, batch, trial)
+            rows = rows or loss_of_rows_alone(model, loss, batch, trial)
         if tokens == "between" and rows == "sum":
             tokens = "neither"
         known = (rows is not None or not some_rows) and (tokens is not None or not some_tokens)

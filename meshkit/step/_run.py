@@ -105,7 +105,7 @@ class Run:
 
     @cached_property
     def _losses(self) -> NewLosses:
-        return NewLosses(self.resolved.program.model, self.mesh)
+        return NewLosses(self.resolved.program.model, self.model, self.mesh)
 
     @property
     def plan(self) -> Plan:

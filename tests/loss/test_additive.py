@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.core.reach import reach_of
+from meshkit.core.sharding import full_tensor
 from meshkit.parallel.rows_tried import Trial, loss_of_rows
 from meshkit.parallel.tokens_tried import loss_of_rows_alone
 from meshkit.step import additive
 from meshkit.step._loss import is_vouched
-from tests.loss.test_mean import items, module, per_item, raised, rows_of, run_of, whole
+from tests.loss.test_mean import TOL_FP64, items, module, per_item, raised, rows_of, run_of, whole
+from tests.tiny import tiny_config
 from tests.world import pool
 
 UNTRIED = "gets a part of the rows or tokens here, and it cannot be tried"
@@ -143,3 +145,30 @@ def test_what_is_no_value_of_python_stands_in_the_way() -> None:
     numbers = iter([1.0])
     assert "numbers" in reach_of(lambda m, p: m(p) * next(numbers)).obstacle
     assert mk.step.additive is additive
+
+
+def of_a_dtensor() -> float:
+    """The difference of the loss and of gradients to one device, of a loss that stays a DTensor."""
+    one, run = tiny_llama(), mk.parallelize(tiny_llama(), mk.init_mesh("tp=2"), plan=mk.models.LLAMA_PLAN)
+    batch = {"input_ids": torch.arange(24).view(2, 12)}
+    found = run.forward_backward(batch, loss=of_last, count=lambda part: torch.tensor(1))
+    expected = of_last(one, batch)
+    expected.backward()
+    grads = {name: param.grad for name, param in one.named_parameters()}
+    errors = [
+        float((full_tensor(p.grad) - grads[n]).abs().max()) for n, p in run.named_parameters() if p.grad is not None
+    ]
+    return max(abs(float(found) - float(expected.detach())), *errors)
+
+
+def tiny_llama() -> nn.Module:
+    torch.manual_seed(0)
+    return mk.models.Llama(tiny_config()).double()
+
+
+def of_last(model: nn.Module, part: Any) -> Tensor:
+    return model(part["input_ids"])[:, -1].logsumexp(-1).sum()
+
+
+def test_a_loss_that_is_a_scalar_dtensor_is_its_whole_value() -> None:
+    assert max(pool(2).run(of_a_dtensor)) <= TOL_FP64
