@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,6 +37,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = _torch.global_offset(tensor)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def plain_value(value: Any) -> Any:
+    """A scalar DTensor's whole value, as a loss of logits that are split over the vocabulary is; with its gradients."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.ndim else value
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
+from meshkit.core.sharding import plain_value
 from meshkit.errors import PlanError
 
-_MIXES = float(1 << 40)  # more than there are parts
-_MIXES_TOKENS = float(1 << 80)  # and than all ranks add up to of those
+_UNTRIED = float(1 << 40)  # more than there are parts
+_CARRIES = float(1 << 80)  # and than all ranks add up to of those
+_MIXES = float(1 << 120)
+_MIXES_TOKENS = float(1 << 160)
 LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
 _UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
@@ -35,7 +38,8 @@ class LossWatch:
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
     on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. rows, tokens: what this rank
     has seen the loss of a batch to be of those of parts of its rows, and of parts of a row's tokens: "sum", "between" as a
-    mean is, or "neither". Both travel with the means. what: the call, of which the errors speak.
+    mean is, or "neither". untried: why that could not be told. carries: what the loss keeps makes its next call another.
+    `verdict` is a number of these, that ranks add up before the call does anything. what: the call that errors speak of.
     """
 
     def __init__(
@@ -47,17 +51,20 @@ class LossWatch:
         what: str = "forward_backward",
         rows: str | None = None,
         tokens: str | None = None,
+        untried: str = "",
+        carries: bool = False,
     ) -> None:
-        self.func, self.count, self.what = func, count, what
+        self.func, self.count, self.what, self.untried = func, count, what, untried
         self._between = "between" in (rows, tokens)
-        seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else 0.0
-        self.means = torch.full((), seen, dtype=torch.float64, device=device)
+        seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else _CARRIES if carries else 0.0
+        self.verdict = seen or (_UNTRIED if untried else 0.0)
+        self.means = torch.zeros((), dtype=torch.float64, device=device)
         self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False
         self._leaves: dict[int, ref[Tensor]] = {}
 
     def __call__(self, model: Any, part: Any) -> Tensor:
-        loss = self.func(model, part)
+        loss: Tensor = plain_value(self.func(model, part))
         with torch.no_grad():
             self._look(loss, part)
         return loss
@@ -98,24 +105,41 @@ class LossWatch:
     def _name(self) -> str:
         return getattr(self.func, "__name__", type(self.func).__name__)
 
-    def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
-        """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
-        the loss mixes rows or tokens."""
-        parts = microbatches * ranks
-        if bool(means >= _MIXES_TOKENS):
+    def refuse(self, verdict: Tensor | float) -> None:
+        """verdict: the sum of all ranks'. Raises: PlanError if the loss mixes rows or tokens, or one could not tell."""
+        name, verdict = f"{self.what}: the loss {self._name!r}", float(verdict)
+        if verdict >= _MIXES_TOKENS:
             raise PlanError(
-                f"{self.what}: the loss {self._name!r} mixes the tokens of a row, of which each rank of cp has a part: "
+                f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
                 "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
                 "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
                 "of its last token, or of its sum, is another for each split), or use cp=1."
             )
-        if bool(means >= _MIXES):
+        if verdict >= _MIXES:
             raise PlanError(
-                f"{self.what}: the loss {self._name!r} mixes the rows of a batch, of which each data rank and each "
+                f"{name} mixes the rows of a batch, of which each data rank and each "
                 "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. "
                 "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
                 "each split), or use one data rank and microbatches=1."
             )
+        if verdict >= _CARRIES:
+            raise PlanError(
+                f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
+                "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
+            )
+        if verdict >= _UNTRIED:
+            raise PlanError(
+                f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
+                f"{self.untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
+                "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
+                "so by loss=mk.step.additive(loss)."
+            )
+
+    def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
+        """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
+        the loss mixes tokens."""
+        parts = microbatches * ranks
+        self.refuse(means)
         if not self.excluded and bool(((means == parts) & (counted > parts)).any()):
             raise PlanError(
                 f"{self.what}: the loss {self._name!r} is a mean already, and would be divided again by count, which is "

@@ -5,9 +5,12 @@ Dims: B batch, T tokens, C features, V vocabulary.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshkit.core import _torch
+from meshkit.core.code import is_ours
 from meshkit.core.noting import noted
 from meshkit.core.patch_class import patch_class
 from meshkit.core.sharding import chunk
@@ -77,16 +81,49 @@ class LinearLogits:
         return LinearLogits(self.hidden[index], self.head)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
+        raise NoLogits(
             f"LinearLogits has no {name!r}: MemoryPolicy(loss=ChunkedLoss()) makes no logits. Give it to mk.cross_entropy or "
-            "mk.loss.token_log_probs, or make them by to_logits()."
+            "mk.loss.token_log_probs, or make them by to_logits(). A model or a hook that changes its logits needs loss=None."
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StepError(_changed(getattr(func, "__name__", str(func))))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = lambda self, other: _refuse_change("+ or -")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = lambda self, other: _refuse_change("* or /")
+    __pow__ = __matmul__ = lambda self, other: _refuse_change("** or @")
+    __neg__ = lambda self: _refuse_change("-")  # noqa: E731
 
     def to_logits(self) -> Tensor:
         """The logits, as a head without a chunked loss returns them: with tp a DTensor sharded on its last dim."""
         head = self.head
         local = F.linear(self.hidden, gathered_weight(head.weight), head.bias)
         return local if head.axis is None else sharded_logits(local, head.axis, head.vocabulary)
+
+
+class NoLogits(StepError, AttributeError):
+    """An attribute of logits that are not there, for `hasattr` too."""
+
+
+def _refuse_change(operation: str) -> NoReturn:
+    raise StepError(_changed(operation))
+
+
+def _changed(operation: str) -> str:
+    """Of the line that is nearest, of neither torch nor this library."""
+    ours = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    module = frame.f_locals.get("self")
+    where = f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
+    who = f"{type(module).__name__} at {where}" if isinstance(module, nn.Module) else where
+    return (
+        f"MemoryPolicy(loss=ChunkedLoss()): {who} computes with the logits ({operation}), and a chunked loss makes none. "
+        "A model or a hook that changes its logits (a scale, a soft cap, a softmax) needs loss=None; a loss of "
+        "your own computes with logits.to_logits(), or by mk.cross_entropy."
+    )
 
 
 _torch.register_pytree(
@@ -156,6 +193,12 @@ def plan_head(model: nn.Module, plan: Plan, loss: ChunkedLoss, *, tp: int, seque
         raise PlanError(
             f"MemoryPolicy(loss=ChunkedLoss()): {name!r} is a {type(head).__name__} with a forward of its own, which a "
             "chunked loss would leave out. Use nn.Linear as the head, or loss=None."
+        )
+    if hooks := [each for each in head._forward_hooks.values() if not is_ours(each)]:
+        hook = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise PlanError(
+            f"MemoryPolicy(loss=ChunkedLoss()): the hook {hook} sees what {name!r} returns, and a chunked loss "
+            "makes no logits that it could read or change. Remove it, or use loss=None."
         )
     styles = match_table(plan.tensor, dict(model.named_modules(remove_duplicate=False)), what="module")
     kind = styles[name].kind if name in styles else "vocab"  # what no style covers, tensor_parallel refuses

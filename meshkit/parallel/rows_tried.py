@@ -7,19 +7,19 @@ depend on the other rows, and a loss of all must be the sum of those of the halv
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import isfinite
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshkit.core import _torch
-from meshkit.core.code import held_tensors
+from meshkit.core.reach import Reach, reach_of
 from meshkit.moe.aux_loss import collect_nothing
 from meshkit.program import Example, copied
 
@@ -47,32 +47,75 @@ def mixes_rows(model: nn.Module, example: Example) -> bool | None:
     return False in verdicts if verdicts else None
 
 
+@dataclass(eq=False)
+class Trial:
+    """Of a loss. why: it is not tried, or the trial showed nothing. carries: what it keeps makes the next call another."""
+
+    loss: Callable[[nn.Module, Any], Tensor]
+    why: str = ""
+    carries: bool = False
+
+    @cached_property
+    def reach(self) -> Reach:
+        reach = reach_of(self.loss)
+        if not reach.obstacle and sum(each.numel() for each in reach.tensors) > _HELD:
+            reach.obstacle = f"it holds tensors of more than {_HELD:,} elements"
+        self.why = reach.obstacle
+        return reach
+
+    def call(self, model: Any, part: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """The loss, with copies of what it holds. Afterwards nothing has changed."""
+        with (
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+            self.reach.put_back() as changed,
+            Replaced(self.reach.tensors, dtype),
+            Undrawn() as undrawn,
+            NoMessages(),
+        ):
+            warnings.simplefilter("ignore")
+            value = self.loss(model, {name: _cloned(each) for name, each in part.items()})
+            if not self.carries and changed():
+                undrawn.calls = 0
+                if isinstance(model, Restarts):
+                    model.restart()
+                again = self.loss(model, {name: _cloned(each) for name, each in part.items()})
+                self.carries = not torch.equal(value, again) and bool(value.isfinite().all())
+            return value
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """What stands for a model, and returns the same again."""
+
+    def restart(self) -> None: ...
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def loss_of_rows(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor]
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor], trial: Trial | None = None
 ) -> OfParts | None:
     """What the loss of a batch is of those of its rows' parts: their sum, or between them, as a mean is, or neither. loss: is
-    called some times, on copies of the model, as in `mixes_rows`.
+    called some times, on copies of the model, as in `mixes_rows`, and what it has changed is put back.
 
-    None where that is not shown: also of a loss that may change something, as what it logs to, or that has other models.
+    None where that is not shown: also of a loss that may change what cannot be put back, as a file.
     """
-    held = held_by(loss)
-    if held is None:
+    trial = trial or Trial(loss)
+    if trial.reach.obstacle:
         return None
 
-    def call(*args: Any) -> Tensor:
-        with Replaced(held, next(args[0].parameters()).dtype):
-            return loss(*args)
+    def call(model: nn.Module, part: Any) -> Tensor:
+        try:
+            return trial.call(model, part, next(model.parameters()).dtype)
+        except Exception as error:
+            trial.why = f"on random values it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise
 
     verdicts = _tried(model, Example((dict(batch),)), call, _of_parts)
     return next((verdict for verdict in ("neither", "between", "sum") if verdict in verdicts), None)
-
-
-def held_by(loss: Callable[[nn.Module, Any], Tensor]) -> list[Tensor] | None:
-    """The tensors that a loss reaches beside its arguments; None for one that may not be called for a trial."""
-    held = held_tensors(loss)
-    if held is None or any(isinstance(each, DTensor) or each.is_meta or _torch.is_fake(each) for each in held):
-        return None
-    return held if sum(each.numel() for each in held) <= _HELD else None
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +163,7 @@ def _run(
             return leaf
         size = (ROWS, *leaf.shape[1:]) if _has_rows(leaf) and leaf.shape[0] == rows else leaf.shape
         if not leaf.is_meta and not _torch.is_fake(leaf):  # ids, kinds and masks of the user's: in their range
-            own = _more_rows(leaf.detach().cpu(), size)
+            own = more_rows(leaf.detach().cpu(), size)
             return own.to(dtype) if own.is_floating_point() else own
         if leaf.dtype.is_floating_point:
             return torch.randn(size, generator=generator, dtype=dtype)
@@ -170,16 +213,30 @@ def _keeps_rows(returned: list[Returned], tolerance: float) -> bool | None:
 
 def _of_parts(returned: list[Returned], tolerance: float) -> OfParts | None:
     """None where two calls differ."""
-    if any(len(each) != 1 or each[0].numel() != 1 for each in returned):
+    if any(len(each) != 1 for each in returned):
         return None
-    every, again, one, other = (float(each[0]) for each in returned)
-    if every != again or not isfinite(every + one + other):
+    return of_parts(*(each[0] for each in returned), tolerance=tolerance)
+
+
+def of_parts(
+    whole: Tensor, again: Tensor, one: Tensor, other: Tensor, *, tolerance: float, inside: bool = False
+) -> OfParts | None:
+    """What the value of the whole is of those of two parts; of several values, what each is, else neither. inside: between
+    them, and none of them. None where two calls differ, and of what is no number."""
+    values = [each.detach().double().cpu().flatten() for each in (whole, again, one, other)]
+    if len({each.shape for each in values}) > 1 or not values[0].numel() or not torch.equal(values[0], values[1]):
         return None
-    least, most = sorted((one, other))
-    allowed = tolerance * max(1.0, abs(every), abs(one), abs(other))
-    if abs(one + other - every) <= allowed:
+    whole, _, one, other = values
+    if not (whole + one + other).isfinite().all():
+        return None
+    least, most = torch.minimum(one, other), torch.maximum(one, other)
+    allowed = tolerance * torch.stack([whole.abs(), one.abs(), other.abs()]).amax(0).clamp(min=1.0)
+    if bool(((one + other - whole).abs() <= allowed).all()):
         return "sum"
-    return "between" if least - allowed <= every <= most + allowed else "neither"
+    between = (least - allowed <= whole) & (whole <= most + allowed)
+    if inside:  # not the loss of one of the halves, which that of the last token is
+        between = ((least + allowed < whole) & (whole < most - allowed)) | ((one - other).abs() <= allowed)
+    return "between" if bool(between.all()) else "neither"
 
 
 def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
@@ -200,7 +257,7 @@ def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.G
     return copied(model, made, {})
 
 
-def _more_rows(tensor: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:
+def more_rows(tensor: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:
     """Of so many rows: its own, each beside itself with its elements in another place. So what the halves have differs, and a
     mean by what labels weigh is another in each."""
     if tensor.shape == torch.Size(size) or (rows := tensor.shape[0]) >= size[0]:
@@ -231,6 +288,42 @@ class Replaced(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class OfTrial(torch.Generator):
+    """The trial's own, of which `Undrawn` takes nothing."""
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside, random numbers are the same for all rows and tokens, others in each call: one that draws them for each row is a
+    sum as one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS_OF or isinstance(dict(kwargs or {}).get("generator"), OfTrial):
+            return func(*args, **dict(kwargs or {}))
+        self.calls += 1
+        torch.default_generator.manual_seed(self.calls)
+        drawn = func(*args, **dict(kwargs or {}))
+        if not drawn.numel():
+            return drawn
+        return (
+            drawn.fill_(0.1 + 0.618 * self.calls % 0.8)
+            if drawn.is_floating_point()
+            else drawn.fill_(drawn.flatten()[0])
+        )
+
+
+class NoMessages(_torch.TorchDispatchMode):
+    """Inside, a message between ranks raises: of a trial it would be about other numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("it sends messages, and a trial sends nothing")
+        return func(*args, **(kwargs or {}))
+
+
 class Undropped(TorchFunctionMode):
     """Inside, dropout drops nothing: it draws other numbers for another number of rows."""
 
@@ -247,3 +340,6 @@ class Undropped(TorchFunctionMode):
 
 _AT = 4  # among the arguments of attention
 _DROPOUT = frozenset((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout))
+_IN_PLACE = (Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_)
+_LIKE = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal, torch.bernoulli, Tensor.bernoulli)
+_DRAWS_OF = frozenset((torch.rand, torch.randn, torch.randint, *_LIKE, *_IN_PLACE))

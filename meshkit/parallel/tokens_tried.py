@@ -7,7 +7,6 @@ the shapes that it returns go into the loss, once of all tokens and once of each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from meshkit.core.noting import AnyMask
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.loss import IGNORED
-from meshkit.parallel.rows_tried import OfParts, Replaced, held_by
+from meshkit.parallel.rows_tried import ROWS, OfParts, OfTrial, Trial, more_rows, of_parts
 from meshkit.program import TensorRef, trace, without_values
 
 _ROWS, _TOKENS, _FEWEST = 2, 16, 4
@@ -28,24 +27,54 @@ _GIVEN = ("mask", "position_ids")  # by `split_batch`, to a loss on cp
 
 
 def loss_of_tokens(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor]
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor], trial: Trial | None = None
 ) -> OfParts | None:
     """What the loss of a batch is of those of its tokens' parts: their sum, or between them, as a mean is, or neither. loss:
-    is called some times, on what stands for the model.
+    is called some times, on what stands for the model, and what it has changed is put back.
 
-    batch: input_ids [B, T], and tensors [B, T, ...]. None where it is not shown: of a loss that may change something, sends
-    messages, or reads more of the model than it returns.
+    batch: input_ids [B, T], and tensors [B, T, ...]. None where it is not shown: of a loss that may change what cannot be put
+    back, sends messages, or reads more of the model than it returns for each token.
     """
-    held, ids = held_by(loss), batch.get("input_ids")
-    if held is None or ids is None or ids.ndim != 2 or not len(ids) or ids.shape[1] < _FEWEST:
+    trial, ids = trial or Trial(loss), batch.get("input_ids")
+    if trial.reach.obstacle or ids is None or ids.ndim != 2 or not len(ids) or ids.shape[1] < _FEWEST:
         return None
+    return _of_outputs(model, trial, _few(batch, ids), dim=1, given="position_ids" in batch)
+
+
+def loss_of_rows_alone(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Mapping[str, Tensor], trial: Trial | None = None
+) -> OfParts | None:
+    """As `loss_of_rows`, with random outputs in place of a model that is large, or computes with a mask of its own.
+
+    None as in `loss_of_tokens`, and for what the model returns that is not of each row.
+    """
+    trial = trial or Trial(loss)
+    rows = next((len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim), 0)
+    if trial.reach.obstacle or not rows:
+        return None
+    ids, part = batch.get("input_ids"), dict(batch)
+    if ids is not None and ids.ndim == 2 and ids.shape[1] >= _FEWEST:
+        part, rows = _few(batch, ids), min(rows, _ROWS)
+    for name, x in part.items():
+        x = x.detach().cpu()
+        x = more_rows(x, (ROWS, *x.shape[1:])) if x.ndim and len(x) == rows else x
+        part[name] = x.float() if x.is_floating_point() else x
+    return _of_outputs(model, trial, part, dim=0, given="position_ids" in batch)
+
+
+def _few(batch: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
     rows, tokens = ids.shape
     columns = _columns(batch.get("labels"), tokens)
     part = {name: _cut(x, rows, tokens, columns) for name, x in batch.items()}
     part.setdefault("position_ids", torch.arange(len(columns)).expand(len(part["input_ids"]), -1))
-    with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), Replaced(held, torch.float32):
-        verdicts = [_tried(model, loss, part, seed, given="position_ids" in batch) for seed in range(_DRAWS)]
-    return next((verdict for verdict in ("sum", "between", "neither") if verdict in verdicts), None)
+    return part
+
+
+def _of_outputs(model: nn.Module, trial: Trial, part: dict[str, Tensor], *, dim: int, given: bool) -> OfParts | None:
+    with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        verdicts = [_tried(model, trial, part, seed, dim=dim, given=given) for seed in range(_DRAWS)]
+    order = ("sum", "between", "neither") if dim else ("neither", "between", "sum")
+    return next((verdict for verdict in order if verdict in verdicts), None)
 
 
 def _columns(labels: Tensor | None, tokens: int) -> Tensor:
@@ -66,51 +95,52 @@ def _cut(x: Tensor, rows: int, tokens: int, columns: Tensor) -> Tensor:
 
 
 def _tried(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], part: dict[str, Tensor], seed: int, *, given: bool
+    model: nn.Module, trial: Trial, part: dict[str, Tensor], seed: int, *, dim: int, given: bool
 ) -> OfParts | None:
-    rows, tokens = part["input_ids"].shape
-    outputs = _Outputs(model, torch.Generator().manual_seed(seed), given=given)
+    sizes = next(x for x in (part.get("input_ids"), *part.values()) if x is not None and x.ndim).shape[: dim + 1]
+    outputs = _Outputs(model, OfTrial().manual_seed(seed), given=given, sizes=sizes)
     found = []
-    every = torch.arange(tokens)
-    for own in (every, every, every[::2], every[1::2]):
-        outputs.begin(rows, tokens, own)
+    every = torch.arange(sizes[dim])
+    halves = (every[::2], every[1::2]) if dim else every.tensor_split(2)
+    for own in (every, every, *halves):
+        outputs.begin(own)
         torch.default_generator.manual_seed(seed)
-        of_own = {name: _of_tokens(x, rows, tokens, own) for name, x in part.items()}
+        of_own = {name: outputs.cut(x) for name, x in part.items()}
         try:
-            with _NoMessages():
-                value = loss(outputs.stand_in, {**of_own, "mask": AnyMask()})
-        except Exception:  # of numbers where it wants others, or what is not there
+            value = trial.call(outputs.stand_in, {**of_own, "mask": AnyMask()}, torch.float32)
+        except Exception as error:  # of numbers where it wants others, or what is not there
+            trial.why = f"on random values it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return None
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_meta or _torch.is_fake(value):
+        if not isinstance(value, Tensor) or value.is_meta or _torch.is_fake(value):
             return None
-        found.append(float(value))
-    whole, again, one, other = found
-    if whole != again or not isfinite(whole + one + other):
-        return None
-    allowed = _TOLERANCE * max(1.0, abs(whole), abs(one), abs(other))
-    if abs(one + other - whole) <= allowed:
-        return "sum"
-    # Not the loss of one of the halves, which that of the last token is.
-    inside = min(one, other) + allowed < whole < max(one, other) - allowed
-    return "between" if inside or abs(one - other) <= allowed else "neither"
-
-
-def _of_tokens(x: Tensor, rows: int, tokens: int, own: Tensor) -> Tensor:
-    return x.index_select(1, own) if x.ndim > 1 and tuple(x.shape[:2]) == (rows, tokens) else x
+        found.append(value)
+    return of_parts(*found, tolerance=_TOLERANCE, inside=bool(dim))
 
 
 class _Outputs:
-    """What stands for the model returns random numbers for all tokens, and in later calls those of some of them."""
+    """What stands for the model returns random numbers for all rows or tokens, and in later calls those of some of them.
 
-    def __init__(self, model: nn.Module, generator: torch.Generator, *, given: bool) -> None:
-        self.model, self.generator, self.given = without_values(model), generator, given
+    sizes: of the rows, or of rows and tokens. What is not of each of them is no number.
+    """
+
+    def __init__(self, model: nn.Module, generator: torch.Generator, *, given: bool, sizes: torch.Size) -> None:
+        self.model, self.generator, self.given, self.sizes = without_values(model), generator, given, sizes
         self.made: list[Any] = []
-        self.calls, self.rows, self.tokens, self.own = 0, 0, 0, torch.empty(0, dtype=torch.int64)
+        self.calls, self.own = 0, torch.empty(0, dtype=torch.int64)
         self.stand_in = without_values(model)
-        patch_class(self.stand_in, forward=lambda _, *args, **kwargs: self.output(args, kwargs))
+        patch_class(
+            self.stand_in,
+            forward=lambda _, *args, **kwargs: self.output(args, kwargs),
+            restart=lambda _: self.begin(self.own),
+        )
 
-    def begin(self, rows: int, tokens: int, own: Tensor) -> None:
-        self.calls, self.rows, self.tokens, self.own = 0, rows, tokens, own
+    def begin(self, own: Tensor) -> None:
+        self.calls, self.own = 0, own
+
+    def cut(self, x: Any) -> Any:
+        """Of the tokens, or the rows, that there are now."""
+        dim = len(self.sizes) - 1
+        return x.index_select(dim, self.own) if isinstance(x, Tensor) and x.shape[: dim + 1] == self.sizes else x
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.calls == len(self.made):
@@ -118,7 +148,7 @@ class _Outputs:
         self.calls += 1
 
         def own(leaf: Any) -> Any:
-            return _of_tokens(leaf, self.rows, self.tokens, self.own).clone() if isinstance(leaf, Tensor) else leaf
+            return self.cut(leaf).clone() if isinstance(leaf, Tensor) else leaf
 
         return _torch.tree_map(own, self.made[self.calls - 1])
 
@@ -131,15 +161,8 @@ class _Outputs:
                 return leaf
             if not leaf.dtype.is_floating_point:
                 raise PlanError("a trial knows no whole numbers that a model may return")
+            if leaf.shape[: len(self.sizes)] != self.sizes:
+                return torch.full(leaf.shape, torch.nan)
             return torch.randn(leaf.shape, generator=self.generator)
 
         return _torch.tree_map(values, read.calls[0].output)
-
-
-class _NoMessages(_torch.TorchDispatchMode):
-    """Inside, a message between ranks raises: of a trial it would be about other numbers."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError("a trial sends nothing")
-        return func(*args, **(kwargs or {}))

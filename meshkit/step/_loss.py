@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +17,8 @@ from meshkit.loss.linear_logits import LinearLogits
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Count = Callable[[Batch], Tensor]
+AnyLoss = TypeVar("AnyLoss", bound=Callable[..., Tensor])
+_VOUCHED = "__meshkit_additive__"
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -53,3 +58,31 @@ def _named(batch: Batch, name: str) -> Tensor:
             "labels, both [B, T], or a loss and a count of your own: forward_backward(batch, loss=, count=)."
         )
     return batch[name]
+
+
+def additive(loss: AnyLoss) -> AnyLoss:
+    """Vouch for a loss: a sum in which each token's share depends on nothing of other rows, and with cp of other tokens.
+
+    For one that is refused since it cannot be tried: it writes to a file, sends messages, or wants values that random numbers
+    are not. Nor may its next call return something else, as that of a running mean does. It is then tried on no values; that
+    it is a mean already is still seen.
+
+        run.forward_backward(batch, loss=mk.step.additive(loss))
+
+    Also a decorator. Returns the function itself, or a partial of any other callable.
+    """
+    if isinstance(loss, FunctionType):
+        setattr(loss, _VOUCHED, loss.__code__)  # not what wraps it, which may take the mean, with its attributes
+        return loss
+    vouched: Any = partial(loss)
+    setattr(vouched, _VOUCHED, None)
+    return vouched  # type: ignore[no-any-return]
+
+
+def is_vouched(loss: Any) -> bool:
+    """Whether `additive` was called on it, or on what it is a partial of."""
+    while isinstance(loss, partial):
+        if hasattr(loss, _VOUCHED):
+            return True
+        loss = loss.func
+    return isinstance(loss, FunctionType) and getattr(loss, _VOUCHED, None) is loss.__code__

@@ -2,48 +2,94 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from meshkit.core import _torch
 from meshkit.core.code import code_of, is_ours
+from meshkit.core.held_values import Held, Judged, held_values
 from meshkit.loss import LossWatch
 from meshkit.mask import Mask
 from meshkit.mesh import Mesh
-from meshkit.parallel.rows_tried import loss_of_rows
-from meshkit.parallel.tokens_tried import loss_of_tokens
-from meshkit.step._loss import Batch, Count, Loss
+from meshkit.parallel.rows_tried import OfParts, Trial, loss_of_rows
+from meshkit.parallel.tokens_tried import loss_of_rows_alone, loss_of_tokens
+from meshkit.program import follow_mode, without_values
+from meshkit.step._loss import Batch, Count, Loss, is_vouched
 
 
 @dataclass(eq=False)
 class NewLosses:
-    """Of a run. model: without values, as one device has it. known: calls, each with the code of a loss and its count."""
+    """Of a run. model: without values, as one device has it. running: says what is in training. known: what losses held when
+    they were judged; by the call, the code of a loss and its count, and whether there are microbatches and masks."""
 
     model: nn.Module
+    running: nn.Module
     mesh: Mesh
-    known: set[tuple[str, Any, Any]] = field(default_factory=set)
+    known: defaultdict[tuple[Any, ...], Judged] = field(default_factory=lambda: defaultdict(Judged))
+    _new: tuple[tuple[Any, ...], Held] | None = None  # that is being judged
 
     def watch(
         self, what: str, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
     ) -> LossWatch | None:
         """In the first call of `what` with this loss; None in later ones."""
-        if (what, code_of(loss), code_of(count)) in self.known:
+        key = (what, code_of(loss), code_of(count), microbatches > 1, mask is None)
+        held = held_values(*(each for each in (loss, count) if not is_ours(each)))
+        if not self.known[key].is_due(held):
             return None
-        rows = tokens = None
-        if not is_ours(loss):
-            if mask is None and microbatches * self.mesh.data_ranks > 1:
-                rows = loss_of_rows(self.model, loss, batch)
-            if self.mesh["cp"].size() > 1:
-                tokens = loss_of_tokens(self.model, loss, batch)
-            # A mean of equal parts may be counted as one; a sum of rows' means is neither of theirs nor of tokens'.
-            if tokens == "between" and (rows or loss_of_rows(self.model, loss, batch)) == "sum":
-                tokens = "neither"
-        return LossWatch(loss, count, self.mesh.device, what=what, rows=rows, tokens=tokens)
+        self._new = key, held
+        trial = Trial(loss)
+        rows, tokens = (
+            (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(what, trial, batch, microbatches, mask)
+        )
+        carries = trial.carries and microbatches > 1
+        return LossWatch(
+            loss, count, self.mesh.device, what=what, rows=rows, tokens=tokens, untried=trial.why, carries=carries
+        )
+
+    def _tried(
+        self, what: str, trial: Trial, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None
+    ) -> tuple[OfParts | None, OfParts | None]:
+        """What the loss is of parts of the rows and of the tokens. `trial.why`: it sees a part, and that is not known."""
+        some_rows, some_tokens = microbatches * self.mesh.data_ranks > 1, self.mesh["cp"].size() > 1
+        if not (some_rows or some_tokens) or trial.reach.obstacle:
+            trial.why = trial.why if some_rows or some_tokens else ""
+            return None, None
+        loss, rows, tokens = trial.loss, None, None
+        model = without_values(self.model)
+        follow_mode(model, self.running)
+        if what == "evaluate":
+            model.eval()
+        if some_tokens:
+            tokens = loss_of_tokens(model, loss, batch, trial)
+        # A mean of equal parts may be counted as one; a sum of rows' means is neither of theirs nor of tokens'.
+        if some_rows or tokens == "between":
+            rows = None if mask is not None else loss_of_rows(model, loss, batch, trial)
+            rows = rows or loss_of_rows_alone(model, loss, batch, trial)
+        if tokens == "between" and rows == "sum":
+            tokens = "neither"
+        known = (rows is not None or not some_rows) and (tokens is not None or not some_tokens)
+        if known or not _has_values(batch):
+            trial.why = ""
+        else:
+            trial.why = trial.why or "on random values it returns no number, or another one when it is called again"
+        return rows if some_rows else None, tokens
 
     def settle(self, watch: LossWatch, means: Tensor, counted: Tensor, *, microbatches: int) -> None:
         """means: of all ranks. Raises: PlanError, on every rank."""
         ranks, data_ranks = self.mesh.tokens.size(), self.mesh.data_ranks
         watch.settle(means, counted, microbatches=microbatches, ranks=ranks, data_ranks=data_ranks)
-        self.known.add((watch.what, code_of(watch.func), code_of(watch.count)))
+        assert self._new is not None
+        key, held = self._new
+        self.known[key].add(held)
+
+
+def _has_values(batch: Batch) -> bool:
+    """Whether this rank has rows, and they are no stand-ins, as in an estimate."""
+    tensors = [each for each in batch.values() if isinstance(each, Tensor)]
+    return any(each.ndim and len(each) for each in tensors) and not any(
+        each.is_meta or _torch.is_fake(each) for each in tensors
+    )

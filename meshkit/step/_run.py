@@ -18,6 +18,7 @@ from meshkit.core.code import code_of
 from meshkit.core.evaluating import evaluating
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
+from meshkit.core.sharding import plain_value
 from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
@@ -105,7 +106,7 @@ class Run:
 
     @cached_property
     def _losses(self) -> NewLosses:
-        return NewLosses(self.resolved.program.model, self.mesh)
+        return NewLosses(self.resolved.program.model, self.model, self.mesh)
 
     @property
     def plan(self) -> Plan:
@@ -167,13 +168,13 @@ class Run:
                 f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
                 "{'input_ids': ..., 'labels': ...}."
             )
-        self.valid_tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, step=step)
+        watch = self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
+        self.valid_tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, watch, step=step)
         tokens = self.valid_tokens.clamp(min=1)
         adapters = lora_of(self.model)
         if adapters is not None and adapters.dropout:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
-        watch = self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
         loss = watch or loss
         self._refuse_batch_norm(microbatches)
         if self.old is not None:
@@ -242,7 +243,7 @@ class Run:
         before_microbatch(self.model, row=self.resolved.shardings, first=first, last=last)
         with using_keys(part.get(KEYS)):
             with collect() as collected, nullcontext() if weight else no_real_tokens(), self._forward():
-                part_loss = loss(self.model, part)
+                part_loss = plain_value(loss(self.model, part))
             # Divided by the tokens of the whole step, not of the microbatch: gradients of microbatches add up to that of the
             # step's mean, however its tokens are split.
             with self._explained():
@@ -275,11 +276,13 @@ class Run:
         count: Count,
         mask: Mask | Sequence[Mask] | None,
         microbatches: int | None = None,
+        watch: LossWatch | None = None,
         **facts: object,
     ) -> Tensor:
         """The valid tokens of the step over all ranks, which agree here on what they do with which rows.
 
-        microbatches: None in an evaluation.
+        microbatches: None in an evaluation. watch: of a new loss. Raises: PlanError, on every rank, if one has seen that the
+        loss is no sum over its parts.
         """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
         counted = to_device(count(batch), self.mesh.device)
@@ -296,11 +299,15 @@ class Run:
         facts["numbers of rows"] = unlike or "none"
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
+        verdict = torch.tensor(0.0 if watch is None else watch.verdict, dtype=torch.float64)
         # An evaluation may count several things: they do not fit into the message.
-        summed = self.mesh.agreement.meet(what, *([] if mine.ndim else [mine]), facts=facts, rows=rows)
+        numbers = [to_device(verdict, self.mesh.device), *([] if mine.ndim else [mine])]
+        summed = self.mesh.agreement.meet(what, *numbers, facts=facts, rows=rows)
         if changed or unlike:
             raise PlanError(changed or unlike)
-        return self._sum_over_mesh(mine) if mine.ndim else summed[0].to(counted.dtype)
+        if watch is not None:
+            watch.refuse(summed[0])
+        return self._sum_over_mesh(mine) if mine.ndim else summed[1].to(counted.dtype)
 
     def _sum_over_mesh(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
@@ -469,8 +476,8 @@ class Run:
         first evaluation by a loss that is seen to be a mean already, or to mix rows, or on cp tokens.
         Wire: two all-reduces of a few numbers over the mesh, and what the forward sends.
         """
-        counted = self._begin("evaluate", batch, loss, count, mask)
         watch = self._losses.watch("evaluate", batch, 1, loss, count, mask)
+        counted = self._begin("evaluate", batch, loss, count, mask, watch=watch)
         ((part, weight),) = self.parts(batch, 1, mask)
         max_rows = self.strategy.experts.max_rows
         collecting = nullcontext(Collected()) if max_rows is None else collect()
@@ -504,7 +511,7 @@ class Run:
 
         Parameters stay gathered: call `meshkit.parallel.data.after_inference` after the last of several calls.
         """
-        return function(self.model, part) if self.pipeline is None else self.pipeline.infer(part, function)
+        return plain_value(function(self.model, part)) if self.pipeline is None else self.pipeline.infer(part, function)
 
     def parts(
         self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None = None

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshkit.core import _torch
 from meshkit.core.rng import KEYS, using_keys
+from meshkit.core.sharding import plain_value
 from meshkit.errors import PlanError, StepError
 from meshkit.moe.aux_loss import Collected, collect
 from meshkit.moe.real_tokens import no_real_tokens
@@ -107,7 +108,7 @@ def forward(
     model = _StageModel(staged, stage, flow, given)
     try:
         with staged.in_loss(), _torch.before_backwards(partial(_refuse_across_stages, stage, received)):
-            value = loss(model, microbatch)
+            value = plain_value(loss(model, microbatch))
     except _StageOutput:
         run, values = model.run, flow.cuts[stage]
         assert run is not None

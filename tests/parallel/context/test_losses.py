@@ -86,9 +86,10 @@ def without_positions(model: nn.Module, part: Part) -> Tensor:
     return F.cross_entropy(model(part["input_ids"], **given).flatten(0, 1), part["labels"].flatten(), reduction="sum")
 
 
-# Of which nothing is known.
+# Of which a trial shows nothing.
 
 
+@mk.step.additive
 def over_ranks(model: nn.Module, part: Part) -> Tensor:
     """A row's sum is summed over the ranks, so each has the whole loss."""
     sums = of_each(model, part).sum(1)
@@ -197,5 +198,11 @@ def test_what_a_loss_is_of_its_tokens_is_told_from_the_model_without_values() ->
         seen.append(logits_of(model, part))
         return seen[-1][:, -1].sum()
 
-    assert loss_of_tokens(model, keeps, batch) is None
+    assert loss_of_tokens(model, keeps, batch) == "neither"
     assert not seen
+
+    def sends(model: nn.Module, part: Part) -> Tensor:
+        dist.all_reduce(total := logits_of(model, part).sum())
+        return total
+
+    assert loss_of_tokens(model, sends, batch) is None
