@@ -9,12 +9,14 @@ import sys
 import sysconfig
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 
 import torch
+
+from meshkit.core.run_queue import others_starved, starved_s
 
 SIZE = 512  # calls: some ten steps of a small model on two axes
 _TORCH = str(Path(torch.__file__).parent)
@@ -41,18 +43,50 @@ class Meeting:
 
 class Call:
     """A call. count: of its meeting, from 1. size: bytes of the largest tensor. began: it was issued; waited: this rank began
-    to wait for it; ended: the wait was over; by time.monotonic(), None where it has not come to that."""
+    to wait for it; ended: the wait was over; by time.monotonic(), None where it has not come to that. While
+    `starvation_measured`: carriers_starved_s: how long the other threads, which carry it, had no processor until it ended;
+    starved_s: this one, while it waited."""
 
-    __slots__ = ("began", "code", "count", "ended", "instruction", "meeting", "op", "size", "step", "waited")
+    __slots__ = (
+        "_carriers_s",
+        "_own_s",
+        "began",
+        "carriers_starved_s",
+        "code",
+        "count",
+        "ended",
+        "instruction",
+        "meeting",
+        "op",
+        "size",
+        "starved_s",
+        "step",
+        "waited",
+    )
 
     def __init__(self, meeting: Meeting, op: str, size: int, step: int | None) -> None:
         meeting.count += 1
         self.meeting, self.count, self.op, self.size, self.step = meeting, meeting.count, op, size, step
         self.waited: float | None = None
         self.ended: float | None = None
+        self.starved_s = self.carriers_starved_s = self._own_s = 0.0
+        self._carriers_s = None if _carriers is None else _carriers()
         self.code, self.instruction = _place()
         self.began = time.monotonic()
         meeting.last = self  # whole by now: the watch reads it at any time
+
+    def wait(self, since: float | None = None) -> None:
+        """From now on this rank waits for it, or since then."""
+        if self._carriers_s is not None:
+            self._own_s = starved_s()
+        self.waited = time.monotonic() if since is None else since
+
+    def end(self) -> None:
+        """The wait is over."""
+        ended = time.monotonic()
+        if self._carriers_s is not None and _carriers is not None:
+            self.carriers_starved_s, self.starved_s = _carriers() - self._carriers_s, starved_s() - self._own_s
+        self.ended = ended  # last: who reads the ring takes calls with an end
 
     @property
     def place(self) -> str:
@@ -80,6 +114,9 @@ class Ring:
 
 
 ring = Ring()
+_carriers: Callable[[], float] | None = (
+    None  # how long the other threads have had no processor, where somebody measures
+)
 _axes: dict[str, str] = {}
 
 
@@ -103,6 +140,18 @@ def calls_ignored() -> Iterator[None]:
         yield
     finally:
         ring.paused = before
+
+
+@contextmanager
+def starvation_measured() -> Iterator[None]:
+    """Inside, it is known of calls that begin and end for how long they had no processor: a tenth of a millisecond each."""
+    global _carriers
+    with others_starved() as asked:
+        _carriers = asked
+        try:
+            yield
+        finally:
+            _carriers = None
 
 
 _passes_on: dict[CodeType, bool] = {}

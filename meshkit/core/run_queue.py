@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
@@ -17,11 +19,27 @@ def starved_s() -> float:
     return _of(_THIS)
 
 
-def others_starved_s() -> float:
-    """Seconds of the other threads that live, all of them together."""
-    with suppress(OSError):
-        return sum(map(_of, _THREADS.iterdir())) - starved_s()
-    return 0.0
+@contextmanager
+def others_starved() -> Iterator[Callable[[], float]]:
+    """Yields what says the seconds of the other threads that live now, all together. It may be asked at each call, for their
+    files stay open."""
+    this, files = Path(os.readlink(_THIS)).name if _THIS.exists() else "", list[int]()
+    with ExitStack() as stack:
+        with suppress(OSError):
+            for thread in _THREADS.iterdir():
+                if thread.name != this:
+                    with suppress(OSError):  # it has ended
+                        files.append(os.open(thread / "schedstat", os.O_RDONLY))
+                        stack.callback(os.close, files[-1])
+        last = dict.fromkeys(files, 0.0)  # what each said last: seconds of a thread that ends are not taken back
+
+        def seconds() -> float:
+            for file in files:
+                with suppress(OSError):
+                    last[file] = int(os.pread(file, 80, 0).split()[1]) * _NS
+            return sum(last.values())
+
+        yield seconds
 
 
 def _of(thread: Path) -> float:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshkit.core import _torch
-from meshkit.core.run_queue import others_starved_s
+from meshkit.core.calls import starvation_measured
 from meshkit.errors import MeshkitError
-from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, StepCalls, gather_links, samples_since
+from meshkit.faults.links import IN_A_ROW, SHARE, Link, LinkHistory, Sample, gather_links, samples_since
 from meshkit.faults.watchdog import show_links
 from meshkit.mesh import Mesh
 from meshkit.mesh.ranges import ranges_in_words
@@ -126,7 +126,7 @@ class Stragglers:
         self._mesh, self._every, self._steps, self.factor = mesh, every_steps, steps, factor
         self._measured: list[float] = []
         self._walls: list[float] = []
-        self._calls: list[StepCalls] = []
+        self._calls: list[list[Sample]] = []
         self._history = LinkHistory()
         self._again = 0  # steps to measure before the report that confirms the last
         self._slowest_in_a_row = 0  # reports in which the same rank was a straggler
@@ -156,7 +156,7 @@ class Stragglers:
         self._measured.append(work.busy_s)
         self._walls.append(time.monotonic() - began)
         if on_host:
-            self._calls.append(StepCalls(samples=samples_since(began), starved_s=work.starved_s))
+            self._calls.append(samples_since(began))
         if confirms == 1:
             self._report(step, confirms=True)
         elif step % self._every == 0 and not confirms:
@@ -195,21 +195,19 @@ class Stragglers:
 
 @dataclass
 class _Work:
-    """Of a step. busy_s: without waits for other ranks. starved_s: how long what carries its calls had no processor."""
+    """Of a step. busy_s: without waits for other ranks."""
 
     busy_s: float = 0.0
-    starved_s: float = 0.0
 
 
 @contextmanager
 def _host_work() -> Iterator[_Work]:
-    """Yields what it fills in at the end: of this thread; of the others, which carry its calls, how long they starved."""
+    """Yields what it fills in at the end: of this thread. Its calls know how long they starved."""
     work = _Work()
-    began, starved = time.perf_counter(), others_starved_s()
-    with _torch.waits_timed() as waits:
+    with starvation_measured(), _torch.waits_timed() as waits:
+        began = time.perf_counter()
         yield work
-    work.busy_s = time.perf_counter() - began - waits.seconds
-    work.starved_s = others_starved_s() - starved + waits.starved_s
+        work.busy_s = time.perf_counter() - began - waits.seconds
 
 
 @contextmanager

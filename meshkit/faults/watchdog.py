@@ -26,6 +26,7 @@ from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
 
 LOOK_S = 0.1  # between two looks for a process group, before there is one
+GONE_S = 2.0  # for a process that has closed its connections to be gone
 MAIN_THREAD_S = 0.5  # for the main thread to see a closed connection: it knows more to report
 GRACE_S = 20.0  # of the 30 s after which torchrun kills what its SIGTERM did not end
 SIGNAL_S = 1.0  # between two looks at whether the store answers
@@ -222,7 +223,7 @@ class Watchdog:
                 failed(0, first) if first.left == "error" else f"rank 0 on {first.host} has ended, and said why."
             )
             return "" if first.host == socket.gethostname() else elsewhere
-        return f"{is_gone(0, first) if first.ended else is_silent(0, first)} {held}"
+        return f"{is_gone(0, first) if first.ends_within(GONE_S) else is_silent(0, first)} {held}"
 
     def _run(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from meshkit.core.run_queue import others_starved_s, starved_s
+from meshkit.core.run_queue import others_starved, starved_s
 
 
 def test_a_process_beside_others_waits_for_a_processor_and_one_that_sleeps_does_not() -> None:
@@ -47,9 +47,10 @@ def test_what_other_threads_wait_is_told() -> None:
     busy = threading.Thread(target=spin)
     busy.start()
     try:
-        began = others_starved_s()
-        time.sleep(2)  # this thread is not ready to run meanwhile
-        waited_s = others_starved_s() - began
+        with others_starved() as asked:
+            began = asked()
+            time.sleep(2)  # this thread is not ready to run meanwhile
+            waited_s = asked() - began
     finally:
         stop.set()
         busy.join()

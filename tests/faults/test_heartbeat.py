@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from meshkit.faults.heartbeat import Entry, Heartbeat, Left
+from meshkit.faults.watchdog import Watchdog
 
 HERE = Entry(
     host=socket.gethostname(), pid=os.getpid(), beat=1, location="step 3, in a", waits=True, since=10.0, now=17.0
@@ -55,6 +56,19 @@ def ended() -> Iterator[Entry]:
     with subprocess.Popen(["true"]) as child:
         child.wait()
         yield replace(HERE, pid=child.pid)
+
+
+def test_rank_0_with_the_store_is_gone_though_its_connection_closes_before_its_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel closes the files of a killed process, and some milliseconds later it is gone."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with subprocess.Popen(["sleep", "0.4"]) as ending:
+        watchdog = Watchdog.__new__(Watchdog)  # no threads: only what it knows
+        watchdog._first_rank, watchdog._answered_at = replace(HERE, pid=ending.pid), time.monotonic()
+        assert "has ended without a word" in watchdog._store_is_lost()
+        watchdog._first_rank = HERE  # this process lives
+        assert "rank 0 on" in (said := watchdog._store_is_lost()) and "does not answer" in said
 
 
 def test_a_process_that_is_gone_is_told_at_once_on_its_host(ended: Entry) -> None:

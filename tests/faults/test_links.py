@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshkit.faults.links import IN_A_ROW, Link, LinkHistory, Sample, StepCalls, links_of
+from meshkit.faults.links import IN_A_ROW, Link, LinkHistory, Sample, links_of
 from meshkit.metrics import Stragglers
 from tests.checkpoint.training import build
 from tests.faults.switch import CARD, Switch, switch
@@ -36,9 +37,17 @@ def sample(ranks: tuple[int, ...], count: int, waited: float, ended: float, **mo
 def test_the_wire_is_the_wait_of_the_last_to_come_and_the_rest_is_lateness() -> None:
     # Rank 1 comes 2 s late; then the call travels 0.5 s. The clocks of the ranks differ by an hour.
     early, late = sample((0, 1), 1, 10.0, 12.5), sample((0, 1), 1, 3612.0, 3612.5)
-    (link,) = links_of("tp", {0: [StepCalls(samples=[early])], 1: [StepCalls(samples=[late], starved_s=0.3)]})
+    (link,) = links_of("tp", {0: [[early]], 1: [[late]]})
     assert abs(link.wire_s - 0.5) < TOL_S and abs(link.late_s - 2.0) < TOL_S
-    assert abs(link.bytes_per_s - 2000) < TOL_S and link.starved_s == 0.3
+    assert abs(link.bytes_per_s - 2000) < TOL_S
+    # No wire is blamed for what either end's carriers, or the last to come itself, waited for a processor.
+    early, late = replace(early, carriers_starved_s=0.0625, starved_s=9.0), replace(late, starved_s=0.25)
+    (link,) = links_of("tp", {0: [[early]], 1: [[late]]})
+    assert abs(link.wire_s - 0.1875) < TOL_S and abs(link.starved_s - 0.3125) < TOL_S
+    # In a second step they waited for one less, and longer for the wire: the quicker step is the wire's own.
+    again = [replace(each, ended=each.ended + 0.125, starved_s=0.125) for each in (early, late)]
+    (link,) = links_of("tp", {0: [[early], [again[0]]], 1: [[late], [again[1]]]})
+    assert abs(link.wire_s - 0.4375) < TOL_S and abs(link.most_s - 0.4375) < TOL_S
 
 
 def test_messages_both_ways_need_no_common_clock() -> None:
@@ -50,14 +59,51 @@ def test_messages_both_ways_need_no_common_clock() -> None:
             return sample(ranks, 1, sent + at * hour, sent + 0.01 + at * hour, message=True, key=key)
         return sample(ranks, 1, sent - 1 + at * hour, sent + way + at * hour, message=True, key=key)
 
-    by_rank = {rank: [StepCalls(samples=[message(0, 1, 10.0, rank), message(1, 0, 20.0, rank)])] for rank in (0, 1)}
+    by_rank = {rank: [[message(0, 1, 10.0, rank), message(1, 0, 20.0, rank)]] for rank in (0, 1)}
     (link,) = links_of("pp", by_rank)
     assert abs(link.wire_s - 2 * way) < TOL_S and abs(link.late_s - 2.0) < TOL_S
 
 
-def link(ranks: tuple[int, ...], *steps_s: float, starved_s: float = 0.0) -> Link:
+def test_collectives_and_messages_of_the_same_ranks_add_up_in_a_step() -> None:
+    """Not the quicker of the two: messages that take a second would hide behind an all-reduce of 16 bytes."""
+    common = {"axis": "pp", "ranks": (0, 1)}
+    summed = [sample(waited=10.0, ended=10.125, key="sum", count=1, **common)]
+    there = sample(waited=20.0, ended=21.0, key="0>1", count=1, message=True, **common)
+    back = replace(there, ranks=(1, 0), key="1>0")
+    by_rank = {rank: [[*summed, there, back]] for rank in (0, 1)}
+    (one,) = links_of("pp", by_rank)
+    assert abs(one.wire_s - 2.125) < TOL_S and one.calls == 3
+    assert abs(one.bytes_per_s - 3000 / 2.125) < 1e-6  # bytes a second, of a few thousand
+
+
+def test_each_message_counts_for_itself_and_the_clocks_are_known_from_all_measured_steps() -> None:
+    """A link that lets the first bytes pass at full speed is as slow as it is for the others; where the receiver comes late,
+    another step says what the clocks differ by."""
+    hour = 3600.0
+
+    def step(began: float, ways_s: Sequence[float], late_s: float = 0.0) -> dict[int, list[Sample]]:
+        samples: dict[int, list[Sample]] = {0: [], 1: []}
+        for index, way_s in enumerate(ways_s):
+            for source in (0, 1):
+                at, more = began + 3 * index + source, {"message": True, "axis": "pp", "key": f"from {source}"}
+                ranks, count = (source, 1 - source), int(began) + index
+                arrives = at + way_s
+                waited = arrives + late_s if late_s else at
+                there = {"waited": at + source * hour, "ended": at + 0.01 + source * hour}
+                here = {"waited": waited + (1 - source) * hour, "ended": max(waited, arrives) + (1 - source) * hour}
+                samples[source].append(sample(ranks, count, **there, **more))
+                samples[1 - source].append(sample(ranks, count, **here, **more))
+        return samples
+
+    first, second = step(100.0, (0.125, 1.0)), step(200.0, (0.125, 0.125), late_s=0.75)
+    (one,) = links_of("pp", {rank: [first[rank]] for rank in (0, 1)})
+    assert abs(one.wire_s - 2 * (0.125 + 1.0)) < TOL_S
+    (both,) = links_of("pp", {rank: [first[rank], second[rank]] for rank in (0, 1)})
+    assert abs(both.wire_s) < TOL_S and abs(both.most_s - 2 * (0.125 + 1.0)) < TOL_S  # nobody waits in the second
+
+
+def link(ranks: tuple[int, ...], *steps_s: float) -> Link:
     return Link(
-        starved_s=starved_s,
         axis="dp_shard",
         ranks=ranks,
         calls=3,
@@ -92,6 +138,19 @@ def test_one_report_names_no_link() -> None:
         assert not any(each.is_slow for each in found)
 
 
+def test_a_report_that_owes_its_length_to_processors_is_no_word_for_or_against_a_link() -> None:
+    slow, quick = link((0, 2), 0.5), link((0, 2), 0.1)
+    neither, calm = replace(quick, starved_s=0.4), link((1, 3), 0.1)
+
+    def named(*reports: Link) -> list[bool]:
+        history = LinkHistory()
+        found = [history.compared([each, calm], work_s=dict.fromkeys(range(4), 1.0), step_s=1.0) for each in reports]
+        return [links[0].is_slow for links in found]
+
+    assert named(neither, slow, neither, slow, neither, slow) == [False, False, False, True, False, True]
+    assert not any(named(slow, quick, slow, neither, quick, slow, neither, neither, neither, slow))
+
+
 def test_a_link_that_takes_no_longer_than_others_in_their_slowest_step_is_not_slow() -> None:
     assert slow_in(LinkHistory(), link((0, 2), 0.5, 0.6), link((1, 3), 0.1, 0.8)) == []
     assert slow_in(LinkHistory(), link((0, 2), 0.5, 0.6), link((1, 3), 0.1, 0.4)) == [(0, 2)]
@@ -106,10 +165,17 @@ def test_where_the_ranks_work_slower_too_their_links_are_not_slow() -> None:
 
 
 def test_no_link_is_blamed_for_what_its_ranks_waited_for_a_processor() -> None:
-    history = LinkHistory()
-    assert slow_in(history, link((0, 2), 0.001), link((1, 3), 0.001)) == []
-    assert slow_in(history, link((0, 2), 0.2, starved_s=0.3), link((1, 3), 0.001), step_s=0.5) == []
-    assert slow_in(history, link((0, 2), 0.2, starved_s=0.1), link((1, 3), 0.001), step_s=0.5) == [(0, 2)]
+    def of(starved_s: float) -> list[tuple[int, ...]]:
+        def taking(ranks: tuple[int, ...], seconds: float, starved_s: float = 0.0) -> Link:
+            calls = [sample(ranks, 1, 10.0, 10.0 + seconds, axis="dp_shard", carriers_starved_s=starved_s / 2)]
+            return links_of("dp_shard", {rank: [calls] for rank in ranks})[0]
+
+        history = LinkHistory()
+        assert slow_in(history, taking((0, 2), 0.001), taking((1, 3), 0.001)) == []
+        return slow_in(history, taking((0, 2), 0.2, starved_s), taking((1, 3), 0.001), step_s=0.5)
+
+    assert of(starved_s=0.0) == of(starved_s=0.1) == [(0, 2)]
+    assert of(starved_s=0.19) == of(starved_s=0.3) == []
 
 
 def test_noise_names_no_link_and_hides_none() -> None:

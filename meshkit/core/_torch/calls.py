@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +102,9 @@ def _ending(wait: Callable[..., Any]) -> Callable[..., Any]:
         call = _by_work.pop(id(work), None)
         if call is None:
             return wait(work, *args)
-        call.waited = time.monotonic()
+        call.wait()
         done = wait(work, *args)  # a call whose wait raises has no end
-        call.ended = time.monotonic()
+        call.end()
         return done
 
     return ending_wait

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from meshkit.core._torch.calls import begin_call
 from meshkit.core.calls import Call
-from meshkit.core.run_queue import starved_s
 from meshkit.core.waiting import marked, waiting
 
 # [Note: functional collectives without their wrappers]
@@ -45,11 +44,11 @@ def _wait(tensor: Tensor, what: str, call: Call | None) -> Tensor:
         compiled: Tensor = _c10d.wait_tensor(tensor)
         return compiled
     if call is not None:
-        call.waited = call.began
+        call.wait(since=call.began)
     with waiting(what):
         done: Tensor = _c10d.wait_tensor(tensor) if _timed_waits is None else _timed(_c10d.wait_tensor, tensor)
     if call is not None:
-        call.ended = time.monotonic()
+        call.end()
     return done
 
 
@@ -76,11 +75,10 @@ def reduce_scatter_rows(tensor: Tensor, size: int, group_name: str) -> Tensor:
 
 @dataclass
 class Waits:
-    """Of one thread. seconds: in all its waits; starved_s: of these, those in which it was ready and had no processor."""
+    """Of one thread. seconds: in all its waits."""
 
     thread: int
     seconds: float = 0.0
-    starved_s: float = 0.0
 
 
 _timed_waits: Waits | None = None
@@ -108,12 +106,11 @@ def _timed(act: Callable[..., Any], *args: Any) -> Any:
     # Other threads (a watchdog's, an asynchronous checkpoint's) wait too: theirs are not counted.
     if waits is None or waits.thread != threading.get_ident():
         return act(*args)
-    began, starved = time.perf_counter(), starved_s()
+    began = time.perf_counter()
     try:
         return act(*args)
     finally:
         waits.seconds += time.perf_counter() - began
-        waits.starved_s += starved_s() - starved
 
 
 def mark_works() -> None:
