@@ -38,7 +38,7 @@ class LaterHooks:
         """
         for kind, said in _KINDS.items():
             hooks: dict[int, Any] = getattr(module, kind)
-            for number in [each for each in hooks if each >= self._first]:
+            for number in [each for each in hooks if each >= self._first] if hooks else ():
                 if not (is_ours(hooks[number]) or _is_of_fsdp(hooks[number])):
                     hooks[number] = _Watching(hooks[number], kind, f"a {said} of {name or 'the model'!r}")
 

@@ -213,7 +213,8 @@ class RowsGuard:
         every = sorted({each * factor for each in sizes for factor in (1, microbatches * self._parts)})
         for kind, example in self._called.items() if self._ranks or microbatches > 1 else ():
             known = self._rows | self._foreseen
-            counts = [each for each in every if (kind, each) not in known]
+            if not (counts := [each for each in every if (kind, each) not in known]):
+                continue
             try:
                 self._refuse_counts(example, counts, kind, shapes((example.args, dict(example.kwargs))))
             except PlanError as error:

@@ -291,7 +291,7 @@ class Run:
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
         changed = "" if self.later is None else self.later.refusal(microbatches)
         unlike = ""
-        if self.rows is not None and microbatches is not None:
+        if self.rows is not None and isinstance(microbatches, int) and microbatches > 0:
             mine_of = (value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
             unlike = self.rows.refusal(next(mine_of, 0), microbatches)
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
