@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -257,6 +258,8 @@ def _parts_of_module(found: Reach, label: str, value: nn.Module) -> list[tuple[s
 
 def _parts_of_object(found: Reach, label: str, value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
+    if isinstance(value, DeviceMesh | ProcessGroup) or (kind.__name__ == "Mesh" and _root(kind) == "meshkit"):
+        return []  # a trial sends nothing: that it raises
     if isinstance(value, IOBase):
         found.obstacle = f"it may write to `{label}`, a file"
         return []
@@ -270,8 +273,6 @@ def _parts_of_object(found: Reach, label: str, value: Any) -> list[tuple[str, An
         return []
     if _root(kind) == "typing" or kind.__name__ in ("method_descriptor", "wrapper_descriptor", "method-wrapper"):
         return []
-    if isinstance(value, DeviceMesh) or (kind.__name__ == "Mesh" and _root(kind) == "meshkit"):
-        return []  # a trial sends nothing: that it raises
     if _root(kind) in (*_PURE, "_io", "_thread") or not hasattr(value, "__dict__"):
         found.obstacle = f"`{label}`, a {kind.__qualname__}, may be changed by it"
         return []

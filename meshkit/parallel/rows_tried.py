@@ -67,6 +67,7 @@ class Trial:
         """The loss, with copies of what it holds. Afterwards nothing has changed."""
         with (
             torch.compiler.set_stance("force_eager"),
+            torch.enable_grad(),  # it may differentiate its model
             warnings.catch_warnings(),
             self.reach.put_back() as changed,
             Replaced(self.reach.tensors, dtype),

@@ -56,7 +56,7 @@ def steps_on(spec: str, packing: Any, microbatches: int) -> list[tuple[float, li
                 sums[row].index_add_(0, part["segment_ids"].flatten(), value.flatten().double())
             return next_token_loss(model, part)
 
-        total = float(run.forward_backward(batch, microbatches=microbatches, loss=loss))
+        total = float(run.forward_backward(batch, microbatches=microbatches, loss=mk.step.additive(loss)))
         if mesh.spec.cp > 1:
             dist.all_reduce(sums, group=mesh["cp"].get_group())
         segments = int(batch["ends"].sum())

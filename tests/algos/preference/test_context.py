@@ -79,7 +79,10 @@ def on_ranks(axes: str) -> tuple[float, dict[str, Tensor]]:
         )
         return losses_of(policy, ref, tokens).sum() / mesh["cp"].size()
 
-    found = run.forward_backward(batch, loss=loss, count=lambda batch: torch.tensor(len(batch["labels"]) // 2))
+    def count(batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]) // 2)
+
+    found = run.forward_backward(batch, loss=mk.step.additive(loss), count=count)
     return found.item(), {name: full_tensor(param.grad) for name, param in run.named_parameters()}
 
 
