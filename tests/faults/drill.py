@@ -35,6 +35,7 @@ from meshkit.metrics import Logger, Meter, Stragglers
 from meshkit.models import LlamaConfig, MixtralConfig, build_model, moe_plan
 from meshkit.models.llama import LLAMA_PLAN
 from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, tokens
+from tests.planted import of_the_machine
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def _feed_nan(model: nn.Module, drill: Drill) -> Callable[[], None]:
         out.view(-1)[drill.moment % out.numel()] = torch.nan
         return out
 
-    return leaves[drill.moment % len(leaves)].register_forward_hook(after).remove
+    return leaves[drill.moment % len(leaves)].register_forward_hook(of_the_machine(after)).remove
 
 
 if __name__ == "__main__":

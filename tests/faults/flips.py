@@ -34,6 +34,7 @@ from meshkit.faults import CorruptionGuard
 from tests.faults.test_corruption import few_bits, flip, flip_gradient, gradients_of, state_of, training
 from tests.faults.test_replay import Core
 from tests.laws.parity.cases import Cell, Moe, batches, own_rows, start
+from tests.planted import of_the_machine
 from tests.world import pool
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/flips.jsonl"
@@ -170,7 +171,7 @@ def _inside(run: mk.Run, each: Draw, act: Callable[[], None]) -> Iterator[None]:
         yield
         return
     modules = [module for module in run.model.modules() if isinstance(module, nn.Linear) and module.weight.numel()]
-    hook = modules[int(each.where * len(modules))].register_forward_hook(after)
+    hook = modules[int(each.where * len(modules))].register_forward_hook(of_the_machine(after))
     yield
     hook.remove()
     assert not left, (each, "was not reached")

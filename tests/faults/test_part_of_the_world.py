@@ -15,6 +15,7 @@ from meshkit.faults import CorruptionGuard, NonFiniteGuard
 from meshkit.metrics import Stragglers
 from tests.faults.test_corruption import flip
 from tests.laws.parity.cases import Cell, batches, build, own_rows, plan_of
+from tests.planted import of_the_machine
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -81,7 +82,7 @@ def odd(run: mk.Run, optimizer: Any) -> str:
 def not_finite(run: mk.Run, optimizer: Any) -> str:
     rows = own_rows(batches(Cell(mesh=""))[0], run.mesh)
     if run.mesh.ranks[run.mesh.rank] == STRUCK:
-        run.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * float("nan"))
+        run.model.layers[1].mlp.register_forward_hook(of_the_machine(lambda module, args, out: out * float("nan")))
     run.forward_backward(rows)
     with pytest.raises(StepError) as raised:
         NonFiniteGuard(max_skips=0).allows(run, mk.clip_grad_norm(run, 1.0), step=2)

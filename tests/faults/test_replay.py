@@ -24,6 +24,7 @@ from meshkit.faults import CorruptionGuard
 from tests.depth import DEEP
 from tests.faults.test_corruption import on_host, state_of
 from tests.laws.parity.cases import Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of, start
+from tests.planted import of_the_machine
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -78,8 +79,8 @@ class Core:
         # where its shard was: a hook on the shard gets no gradient.
         run.model.register_forward_pre_hook(lambda *_: [self._enter(*each) for each in self.modules.items()] and None)
         for name, module in self.modules.items():
-            module.register_forward_pre_hook(partial(self._enter, name))
-            module.register_forward_hook(partial(self._leave, name))
+            module.register_forward_pre_hook(of_the_machine(partial(self._enter, name)))
+            module.register_forward_hook(of_the_machine(partial(self._leave, name)))
 
     def aim(self, name: str, kind: str, at: float, microbatch: int) -> None:
         self.armed, self.at, self.microbatch, self.inner = (name, kind), at, microbatch, self.run.watcher
@@ -224,7 +225,7 @@ def trained(cell: Cell, replay_every: int, dropout: float = 0.0, adapters: bool 
     if drop is not None:
         for name, module in run.model.named_modules():
             if name.endswith("norm"):
-                module.register_forward_hook(drop)
+                module.register_forward_hook(of_the_machine(drop))
     with CorruptionGuard(run, optimizer, every_steps=1, replay_every=replay_every) as guard:
         for step, batch in enumerate(rows, start=1):
             losses.append(run.forward_backward(batch, microbatches=cell.microbatches, step=step))
