@@ -71,7 +71,7 @@ class Around(torch.optim.SGD):
 
 
 def _hook(run: mk.Run) -> None:
-    run.model.get_submodule("head").register_forward_hook(lambda module, args, out: out * 0.5)
+    run.model.get_submodule("head").register_forward_hook(lambda module, args, out: None)
 
 
 def _parameter_hook(run: mk.Run) -> None:
