@@ -39,19 +39,19 @@ class LaterHooks:
         for kind, said in _KINDS.items():
             hooks: dict[int, Any] = getattr(module, kind)
             for number in [each for each in hooks if each >= self._first] if hooks else ():
-                if not (is_ours(hooks[number]) or _is_of_fsdp(hooks[number])):
+                if not (isinstance(hooks[number], _Watching) or is_ours(hooks[number]) or _is_of_fsdp(hooks[number])):
                     hooks[number] = _Watching(hooks[number], kind, f"a {said} of {name or 'the model'!r}")
 
 
 class _Watching:
     def __init__(self, hook: Callable[..., Any], kind: str, what: str) -> None:
-        self._hook, self._what = hook, what
+        self._meshkit_watched, self._what = hook, what
         self._changed = -1 if kind == "_forward_hooks" else 1  # the argument in whose place it may give another
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         seen = list(_tensors((args, kwargs)))
         before = [tensor._version for tensor in seen]
-        returned = self._hook(*args, **kwargs)
+        returned = self._meshkit_watched(*args, **kwargs)
         same = returned is None or returned is args[self._changed]
         if not same or before != [tensor._version for tensor in seen]:
             raise PlanError(
