@@ -198,7 +198,7 @@ def step(name: str, mesh: str) -> tuple[str, dict[str, Tensor]]:
 def test_without_an_example_the_first_step_shows_it() -> None:
     for name in ("as a factor", "in an if", "in the next call"):
         for said, _ in pool(2).run(step, name, "dp_shard=2"):
-            assert "it reads values of floats" in said
+            assert "it reads values of floats" in said or "mixes the rows of a batch" in said  # the loss, with it
 
 
 @pytest.mark.parametrize("name", ONLY_READS)

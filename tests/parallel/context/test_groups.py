@@ -118,7 +118,7 @@ class Unaware(nn.Module):
         ("delta", "groups='by_length': the model has recurrent mixers, whose state goes along a document"),
         ("sdpa", "follow no documents, so each row is one"),
         ("room", "do not fit into microbatches=2 of 2 ranks with tokens_per_rank=9. Give at least microbatches=4"),
-        ("join", "a loss joins the tokens of whole rows, but with dynamic groups"),
+        ("join", "gets a part of the rows or tokens here, and it cannot be tried"),
     ],
 )
 def test_what_would_differ_is_refused(what: str, text: str) -> None:
