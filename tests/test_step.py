@@ -316,7 +316,7 @@ def modes_after(spec: str) -> list[list[bool]]:
     generate(run, [Prompt(ids=np.array([1, 2, 3]), key=0)], sampling=Sampling(max_new_tokens=2))
     modes.append([module.training for module in run.model.modules()])
     with suppress(RuntimeError):
-        run.evaluate(batch, loss=refuse)
+        run.evaluate(batch, loss=mk.step.additive(refuse))
     modes.append([module.training for module in run.model.modules()])
     return modes
 
