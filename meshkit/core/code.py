@@ -22,8 +22,5 @@ def of_this_library(function: Any) -> bool:
 
 def is_ours(function: Any) -> bool:
     """Whether meshkit made it."""
-    function = getattr(
-        function, "_meshkit_watched", function
-    )  # a user's hook that we look at: see meshkit.parallel.later_hooks
     function = function.func if isinstance(function, partial) else function
     return str(getattr(function, "__module__", "")).startswith("meshkit.")

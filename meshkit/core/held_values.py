@@ -119,7 +119,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, FunctionType):
-        cells = [each for cell in value.__closure__ or () for each in _contents(cell)]
+        cells = [each for cell in value.__closure__ or () for each in contents_of(cell)]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         named = [value.__globals__[name] for name in names_of(value.__code__) if name in value.__globals__]
         return [value.__code__, *cells, *defaults, *named]
@@ -132,7 +132,8 @@ def _parts(value: Any) -> list[Any] | None:
     return [each for pair in vars(value).items() for each in pair]
 
 
-def _contents(cell: Any) -> list[Any]:
+def contents_of(cell: Any) -> list[Any]:
+    """Of a closure's variable: one value, or none where it has none yet."""
     try:
         return [cell.cell_contents]
     except ValueError:  # not yet

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshkit.core import _torch
-from meshkit.core.held_values import names_of
+from meshkit.core.held_values import contents_of, names_of
 
 _MOST = 4096  # values that are looked at
 # Whose functions change nothing, but by those names.
@@ -172,7 +172,7 @@ def _parts_of_function(found: Reach, label: str, value: FunctionType) -> list[tu
     if original is not None:
         return [(label, original)]
     cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-    filled = {name: cell for name, cell in cells.items() if _is_filled(cell)}
+    filled = {name: cell for name, cell in cells.items() if contents_of(cell)}
     parts = [(name, cell.cell_contents) for name, cell in filled.items()]
     parts += [(label, each) for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())]
     if _root(value) in _ROOMS:
@@ -263,7 +263,7 @@ def _parts_of_object(found: Reach, label: str, value: Any) -> list[tuple[str, An
     if isinstance(value, IOBase):
         found.obstacle = f"it may write to `{label}`, a file"
         return []
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # dataclasses set it
         return [(f"{label}.{each.name}", getattr(value, each.name, None)) for each in dataclasses.fields(value)] + [
             (label, kind)
         ]
@@ -294,13 +294,6 @@ def _obstacle(code: CodeType) -> str:
         if isinstance(inner, CodeType) and (found := _obstacle(inner)):
             return found
     return ""
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # not yet
-        return False
 
 
 def _content(value: Any) -> Any:

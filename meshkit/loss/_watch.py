@@ -120,7 +120,8 @@ class LossWatch:
         if verdict >= _MIXES:
             raise PlanError(
                 f"{name} mixes the rows of a batch, of which each data rank and each "
-                "microbatch has a part: on random values, its loss of eight rows is not the sum of those of four and four. "
+                "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
+                "sum of those of four and four. "
                 "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
                 "each split), or use one data rank and microbatches=1."
             )

@@ -93,7 +93,7 @@ class LinearLogits:
     __add__ = __radd__ = __sub__ = __rsub__ = lambda self, other: _refuse_change("+ or -")
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = lambda self, other: _refuse_change("* or /")
     __pow__ = __matmul__ = lambda self, other: _refuse_change("** or @")
-    __neg__ = lambda self: _refuse_change("-")  # noqa: E731
+    __neg__ = lambda self: _refuse_change("-")  # noqa: E731  # as those above
 
     def to_logits(self) -> Tensor:
         """The logits, as a head without a chunked loss returns them: with tp a DTensor sharded on its last dim."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -257,7 +258,7 @@ def all_to_all(rows: Tensor, counts: Sequence[Sequence[int]], hops: Hops, *, chu
             end=copy_out,
         )
 
-    _run([lambda index=index: chunk(index) for index in range(chunks)], 2)  # type: ignore[misc]
+    _run([partial(chunk, index) for index in range(chunks)], 2)
     return out
 
 

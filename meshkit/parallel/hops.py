@@ -104,6 +104,24 @@ class UnitCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+class UnitReduction(UnitCollective):
+    """As FSDP calls one."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.reduce(output_tensor, input_tensor, group, op)
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """whole: [ranks x elements of a part]; out: [elements of a part], their sum."""
+        raise NotImplementedError
+
+
 class _Gather(UnitCollective):
     # [Note: the secondary copy]
     # It is a copy of shards, so it must not outlive them: it is made in a step's first gather of the unit and freed after
@@ -173,24 +191,16 @@ class _HierarchicalGather(UnitCollective):
         hierarchical.all_gather(output_tensor, input_tensor, self._hops, chunk_bytes=self._chunk_bytes)
 
 
-class _HierarchicalReduction(UnitCollective):
+class _HierarchicalReduction(UnitReduction):
     def __init__(self, unit: FSDPModule, hops: Hops, chunk_bytes: int) -> None:
         super().__init__(unit)
         self._hops, self._chunk_bytes = hops, chunk_bytes
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """input_tensor: [ranks x elements of a part]; output_tensor: [elements of a part], their sum."""
-        hierarchical.reduce_scatter(output_tensor, input_tensor, self._hops, op=op, chunk_bytes=self._chunk_bytes)
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        hierarchical.reduce_scatter(out, whole, self._hops, op=op, chunk_bytes=self._chunk_bytes)
 
 
-class _Reduction(UnitCollective):
+class _Reduction(UnitReduction):
     """The sums of a unit's gradients over the inner group, by the place of the parameter in the unit."""
 
     def __init__(self, unit: FSDPModule, hops: Hops) -> None:
@@ -213,21 +223,13 @@ class _Reduction(UnitCollective):
         waiting = {self.parameters[place].name for place in self._sums} if self._last else set[str]()
         return [param.lacks and param.name in waiting for param in params]
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """input_tensor: [ranks x elements of a part]; output_tensor: [elements of a part], their sum, or zeros before the
-        step's last microbatch."""
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """out: zeros before the step's last microbatch."""
         outer, inner = self._hops.outer.size(), self._hops.inner.size()
-        summed = rearrange(input_tensor, "(outer inner n) -> inner outer n", inner=inner, outer=outer)
+        summed = rearrange(whole, "(outer inner n) -> inner outer n", inner=inner, outer=outer)
         if inner > 1:
             sent = summed.reshape(-1)
-            summed = sent.new_empty(outer, output_tensor.numel())
+            summed = sent.new_empty(outer, out.numel())
             dist.reduce_scatter_tensor(summed.view(-1), sent, op=op, group=self._hops.inner)
         summed = summed.reshape(outer, -1)
         sizes = [prod(self.parameters[place].part) for place in self._places]
@@ -239,6 +241,6 @@ class _Reduction(UnitCollective):
             elif not self._last:
                 self._sums[place] = part.clone()
         if self._last:
-            dist.reduce_scatter_tensor(output_tensor, summed.reshape(-1), op=op, group=self._hops.outer)
+            dist.reduce_scatter_tensor(out, summed.reshape(-1), op=op, group=self._hops.outer)
         else:
-            output_tensor.zero_()
+            out.zero_()

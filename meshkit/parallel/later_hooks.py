@@ -45,13 +45,14 @@ class LaterHooks:
 
 class _Watching:
     def __init__(self, hook: Callable[..., Any], kind: str, what: str) -> None:
-        self._meshkit_watched, self._what = hook, what
+        self._hook, self._what = hook, what
+        self.__module__ = str(getattr(hook, "__module__", ""))  # it is still who made it that is asked for
         self._changed = -1 if kind == "_forward_hooks" else 1  # the argument in whose place it may give another
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         seen = list(_tensors((args, kwargs)))
         before = [tensor._version for tensor in seen]
-        returned = self._meshkit_watched(*args, **kwargs)
+        returned = self._hook(*args, **kwargs)
         same = returned is None or returned is args[self._changed]
         if not same or before != [tensor._version for tensor in seen]:
             raise PlanError(

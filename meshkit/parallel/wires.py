@@ -29,7 +29,7 @@ from meshkit.core.block_quantization import (
     whole_blocks,
 )
 from meshkit.core.sharding import local_tensor
-from meshkit.parallel.hops import UnitCollective, gather_in_hops
+from meshkit.parallel.hops import UnitCollective, UnitReduction, gather_in_hops
 from meshkit.parallel.shardings import Hops
 from meshkit.strategy import DataPolicy
 
@@ -174,7 +174,7 @@ class _Gather(UnitCollective):
                 out.copy_(next(real_parts))
 
 
-class _Reduction(UnitCollective):
+class _Reduction(UnitReduction):
     """A reduce-scatter of quantized blocks: an all-to-all, and a sum in fp32 at least, in the order of the ranks.
 
     Each gradient is rounded once, however many ranks there are, where a ring would round once a hop. Replicas sum what came
@@ -223,19 +223,11 @@ class _Reduction(UnitCollective):
             self._errors[parameter.name] = torch.zeros(shape, dtype=ERROR_DTYPE, device=parameter.param.device)
         return self._errors[parameter.name]
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """input_tensor: [shards x elements of a part]; output_tensor: [elements of a part], their sum."""
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         parameters = [self.parameters[place] for place in self._places]
         sizes = [prod(each.part) for each in parameters]
-        working = _working(input_tensor.dtype)
-        sent = _padded(input_tensor.view(self._shards, -1).split(sizes, dim=1), working)
+        working = _working(whole.dtype)
+        sent = _padded(whole.view(self._shards, -1).split(sizes, dim=1), working)
         errors = [self._errors_of(each) for each in parameters] if self._feedback else []
         for error, part in zip(errors, _unpadded(sent, sizes), strict=False):  # none without feedback
             part.add_(error)
@@ -251,8 +243,8 @@ class _Reduction(UnitCollective):
         total = self._decoded(received[:1], working)
         for rank in range(1, self._shards):
             total += self._decoded(received[rank : rank + 1], working)
-        for out, part in zip(output_tensor.split(sizes), _unpadded(total[0], sizes), strict=True):
-            out.copy_(part)
+        for own, part in zip(out.split(sizes), _unpadded(total[0], sizes), strict=True):
+            own.copy_(part)
 
     def sum_replicas(self, reduced: Tensor) -> None:
         """reduced: [elements of a part], summed over the shards; becomes the sum over the replicas, the same bits on each."""

@@ -76,7 +76,7 @@ def additive(loss: AnyLoss) -> AnyLoss:
         return loss
     vouched: Any = partial(loss)
     setattr(vouched, _VOUCHED, None)
-    return vouched  # type: ignore[no-any-return]
+    return vouched  # type: ignore[no-any-return]  # called as the loss is
 
 
 def is_vouched(loss: Any) -> bool:

@@ -89,7 +89,7 @@ def test_a_loss_that_mixes_rows_is_seen_whatever_it_notes() -> None:
     assert loss_of_rows(module(), partial(distilled, teacher=STILL), whole(6)) == "sum"
     assert LOG == []
     assert dict(TABLE) == {"last": deque([0.0])}
-    assert int(TEACHER[1].num_batches_tracked) == 0  # type: ignore[arg-type]
+    assert int(TEACHER[1].num_batches_tracked) == 0  # type: ignore[arg-type]  # a buffer
 
 
 def test_what_the_next_call_reads_is_told() -> None:

@@ -20,6 +20,7 @@ from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.preflight.observe import Peak
 from meshkit.preflight.order import EAGER, LAZY, Call, deadlock, gathered, mismatches, recording
 from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Model, mesh_on, start, whole_model
+from tests.tiny import TINY
 from tests.world import pool
 
 pytestmark = pytest.mark.turns(4)
@@ -203,6 +204,36 @@ def again_and_mixed() -> tuple[list[float], list[float]]:
     assert all(after._version > version for after, version in zip(dst.parameters(), before, strict=True))
     found.append(float(local_tensor(next(dst.parameters())).float().mean()))
     return found, [-7 * 0.75 + 1 * 0.25, (-7 * 0.75 + 1 * 0.25) * 0.75 + 5 * 0.25, 5.0]
+
+
+def adapters_alone() -> tuple[int, int]:
+    """(the plan's bytes, those of all adapters on one rank), of a trainer on rank 0 and a generator on rank 1."""
+    runs: list[mk.Run | None] = []
+    for rank in range(2):
+        mesh = mk.init_mesh("tp=1", ranks=[rank])
+        if not mesh.here:
+            runs.append(None)
+            continue
+        model = mk.models.Llama(TINY)
+        plan = mk.lora.attach(model, mk.models.LLAMA_PLAN, rank=2, alpha=4.0)
+        run = mk.parallelize(model, mesh, plan=plan)
+        with torch.no_grad():
+            for param in run.parameters():
+                param.fill_(float(rank + 1))
+        runs.append(run)
+    sync = prepare_reallocation(*runs, frozen=False)
+    sync()
+    own = next(run for run in runs if run is not None)
+    trained = [param for param in own.parameters() if param.requires_grad]
+    frozen = [param for param in own.parameters() if not param.requires_grad]
+    assert all(bool((param == 1).all()) for param in trained)
+    assert all(bool((param == dist.get_rank() + 1).all()) for param in frozen)
+    return sync.plan.bytes_moved, sum(param.numel() * param.element_size() for param in trained)
+
+
+def test_without_what_is_frozen_the_adapters_alone_move() -> None:
+    for moved, trained in pool(2).run(adapters_alone):
+        assert moved == trained > 0
 
 
 def test_a_prepared_one_moves_again_and_mix_is_a_moving_average() -> None:

@@ -93,7 +93,7 @@ def refused(what: str) -> str:
             policy = ContextPolicy(groups="by_length", tokens_per_rank=9)
         run = mk.parallelize(build(Cell(mesh="cp=2")), mesh_for("cp=2"), plan=mk.models.LLAMA_PLAN, context=policy)
         if what == "join":
-            run.forward_backward(skewed(), loss=joins)
+            run.forward_backward(skewed(), loss=mk.step.additive(joins))  # what a trial would refuse
         run.forward_backward(skewed(), microbatches=2)
     except (PlanError, DataError) as error:
         return str(error)
@@ -118,7 +118,7 @@ class Unaware(nn.Module):
         ("delta", "groups='by_length': the model has recurrent mixers, whose state goes along a document"),
         ("sdpa", "follow no documents, so each row is one"),
         ("room", "do not fit into microbatches=2 of 2 ranks with tokens_per_rank=9. Give at least microbatches=4"),
-        ("join", "gets a part of the rows or tokens here, and it cannot be tried"),
+        ("join", "a loss joins the tokens of whole rows, but with dynamic groups"),
     ],
 )
 def test_what_would_differ_is_refused(what: str, text: str) -> None:
