@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Judged:
         """Whether it must be judged. See [Note: which changes make a function another one]."""
         if any(each.is_same(held) for each in self.last):
             return False
+        if self.kinds and not all(math.isfinite(each) for each in held.changing if isinstance(each, float)):
+            return False  # a step that goes wrong: of it a trial would show nothing
         if held.kind not in self.kinds and len(self.kinds) < _KINDS:
             return True
         self.changes += 1

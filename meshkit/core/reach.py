@@ -29,6 +29,7 @@ _ROOMS = ("torch", "meshkit", "einops", "math", "transformers", "peft", "numpy",
 _PURE = frozenset(
     (*_ROOMS, "builtins", "typing", "collections", "dataclasses", "enum", "contextlib", "_operator", "time")
 )
+_CLOSED = (_PURE | {"_io", "_thread"}) - {"meshkit"}  # objects of these keep things elsewhere than in their attributes
 _SAYS = frozenset(("print", "input", "open", "exec", "eval", "setattr", "globals"))  # functions
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
 _WRITES = frozenset(("write", "writelines", "save"))  # and methods
@@ -273,7 +274,7 @@ def _parts_of_object(found: Reach, label: str, value: Any) -> list[tuple[str, An
         return []
     if _root(kind) == "typing" or kind.__name__ in ("method_descriptor", "wrapper_descriptor", "method-wrapper"):
         return []
-    if _root(kind) in (*_PURE, "_io", "_thread") or not hasattr(value, "__dict__"):
+    if _root(kind) in _CLOSED or not hasattr(value, "__dict__"):
         found.obstacle = f"`{label}`, a {kind.__qualname__}, may be changed by it"
         return []
     found._spaces.append(vars(value))

@@ -38,8 +38,9 @@ class LossWatch:
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
     on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. rows, tokens: what this rank
     has seen the loss of a batch to be of those of parts of its rows, and of parts of a row's tokens: "sum", "between" as a
-    mean is, or "neither". untried: why that could not be told. carries: what the loss keeps makes its next call another.
-    `verdict` is a number of these, that ranks add up before the call does anything. what: the call that errors speak of.
+    mean is, or "neither". untried: why that could not be told, and the error of that. carries: what the loss keeps makes its
+    next call another. `verdict` is a number of these, that ranks add up before the call does anything. what: the call that
+    errors speak of.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class LossWatch:
         rows: str | None = None,
         tokens: str | None = None,
         untried: str = "",
+        error: Exception | None = None,
         carries: bool = False,
     ) -> None:
-        self.func, self.count, self.what, self.untried = func, count, what, untried
+        self.func, self.count, self.what, self.untried, self._error = func, count, what, untried, error
         self._between = "between" in (rows, tokens)
         seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else _CARRIES if carries else 0.0
         self.verdict = seen or (_UNTRIED if untried else 0.0)
@@ -96,47 +98,15 @@ class LossWatch:
         for leaf in (leaf for each in self._leaves.values() if (leaf := each()) is not None):
             if id(leaf) not in known and leaf.grad is not None and (isinstance(leaf, nn.Parameter) or not parameters):
                 return (
-                    f"the loss {self._name!r} trains a tensor of shape {list(leaf.shape)} beside the model: no data rank "
-                    "sums its gradient with the others. Make it a parameter of the model before parallelize; or detach it."
+                    f"the loss {_name(self.func)!r} trains a tensor of shape {list(leaf.shape)} beside the model: no data "
+                    "rank sums its gradient with the others. Make it a parameter of the model before parallelize; or detach "
+                    "it."
                 )
         return ""
 
-    @property
-    def _name(self) -> str:
-        return getattr(self.func, "__name__", type(self.func).__name__)
-
     def refuse(self, verdict: Tensor | float) -> None:
-        """verdict: the sum of all ranks'. Raises: PlanError if the loss mixes rows or tokens, or one could not tell."""
-        if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
-            return
-        name, verdict = f"{self.what}: the loss {self._name!r}", float(verdict)
-        if verdict >= _MIXES_TOKENS:
-            raise PlanError(
-                f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
-                "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
-                "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
-                "of its last token, or of its sum, is another for each split), or use cp=1."
-            )
-        if verdict >= _MIXES:
-            raise PlanError(
-                f"{name} mixes the rows of a batch, of which each data rank and each "
-                "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
-                "sum of those of four and four. "
-                "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
-                "each split), or use one data rank and microbatches=1."
-            )
-        if verdict >= _CARRIES:
-            raise PlanError(
-                f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
-                "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
-            )
-        if verdict >= _UNTRIED:
-            raise PlanError(
-                f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
-                f"{self.untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
-                "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
-                "so by loss=mk.step.additive(loss)."
-            )
+        """As `refuse_verdict`."""
+        refuse_verdict(self.what, self.func, verdict, untried=self.untried, error=self._error)
 
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
         """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
@@ -145,11 +115,53 @@ class LossWatch:
         self.refuse(means)
         if not self.excluded and bool(((means == parts) & (counted > parts)).any()):
             raise PlanError(
-                f"{self.what}: the loss {self._name!r} is a mean already, and would be divided again by count, which is "
-                f"{counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "
+                f"{self.what}: the loss {_name(self.func)!r} is a mean already, and would be divided again by count, which "
+                f"is {counted.item():g} for {parts} parts (microbatches x ranks). Return the sum over what count counts "
                 "(reduction='sum'); or, if the parts are of one size, count each as one "
                 f"(count=lambda batch: torch.tensor({parts // data_ranks}))."
             )
+
+
+def refuse_verdict(
+    what: str, loss: Any, verdict: Tensor | float, *, untried: str = "", error: Exception | None = None
+) -> None:
+    """verdict: the sum of all ranks', for those too that watch nothing. Raises: PlanError if the loss mixes rows or tokens,
+    or a rank could not tell."""
+    if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
+        return
+    name, verdict = f"{what}: the loss {_name(loss)!r}", float(verdict)
+    if verdict >= _MIXES_TOKENS:
+        raise PlanError(
+            f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
+            "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
+            "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
+            "of its last token, or of its sum, is another for each split), or use cp=1."
+        )
+    if verdict >= _MIXES:
+        raise PlanError(
+            f"{name} mixes the rows of a batch, of which each data rank and each "
+            "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
+            "sum of those of four and four. "
+            "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
+            "each split), or use one data rank and microbatches=1. If that is only since the trial's rows repeat what yours "
+            "never share, as the number of an answer, say so by loss=mk.step.additive(loss)."
+        )
+    if verdict >= _CARRIES:
+        raise PlanError(
+            f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
+            "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
+        )
+    if verdict >= _UNTRIED:
+        raise PlanError(
+            f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
+            f"{untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
+            "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
+            "so by loss=mk.step.additive(loss)."
+        ) from error
+
+
+def _name(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_mean(root: Any) -> bool:

@@ -49,11 +49,13 @@ def mixes_rows(model: nn.Module, example: Example) -> bool | None:
 
 @dataclass(eq=False)
 class Trial:
-    """Of a loss. why: it is not tried, or the trial showed nothing. carries: what it keeps makes the next call another."""
+    """Of a loss. why: it is not tried, or the trial showed nothing. carries: what it keeps makes the next call another.
+    error: that it raised."""
 
     loss: Callable[[nn.Module, Any], Tensor]
     why: str = ""
     carries: bool = False
+    error: Exception | None = None
 
     @cached_property
     def reach(self) -> Reach:
@@ -62,6 +64,10 @@ class Trial:
             reach.obstacle = f"it holds tensors of more than {_HELD:,} elements"
         self.why = reach.obstacle
         return reach
+
+    def has_raised(self, error: Exception) -> None:
+        self.error = error
+        self.why = f"on random values it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     def call(self, model: Any, part: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """The loss, with copies of what it holds. Afterwards nothing has changed."""
@@ -112,7 +118,7 @@ def loss_of_rows(
         try:
             return trial.call(model, part, next(model.parameters()).dtype)
         except Exception as error:
-            trial.why = f"on random values it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            trial.has_raised(error)
             raise
 
     verdicts = _tried(model, Example((dict(batch),)), call, _of_parts)

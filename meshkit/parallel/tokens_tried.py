@@ -109,7 +109,7 @@ def _tried(
         try:
             value = trial.call(outputs.stand_in, {**of_own, "mask": AnyMask()}, torch.float32)
         except Exception as error:  # of numbers where it wants others, or what is not there
-            trial.why = f"on random values it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            trial.has_raised(error)
             return None
         if not isinstance(value, Tensor) or value.is_meta or _torch.is_fake(value):
             return None

@@ -45,9 +45,18 @@ class NewLosses:
         rows, tokens = (
             (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(what, trial, batch, microbatches, mask)
         )
-        carries = trial.carries and microbatches > 1
+        # Of a loss that was tried with other numbers a trial that shows nothing, as of a factor that is nan now, is no news.
+        untried = "" if held.kind in self.known[key].kinds else trial.why
         return LossWatch(
-            loss, count, self.mesh.device, what=what, rows=rows, tokens=tokens, untried=trial.why, carries=carries
+            loss,
+            count,
+            self.mesh.device,
+            what=what,
+            rows=rows,
+            tokens=tokens,
+            untried=untried,
+            error=trial.error,
+            carries=trial.carries and microbatches > 1,
         )
 
     def _tried(

@@ -19,10 +19,10 @@ from meshkit.core.evaluating import evaluating
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
 from meshkit.core.sharding import plain_value
-from meshkit.core.to_device import to_device
+from meshkit.core.to_device import HOST, to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
-from meshkit.loss import LossWatch
+from meshkit.loss import LossWatch, refuse_verdict
 from meshkit.mask import Mask
 from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
@@ -307,6 +307,10 @@ class Run:
             raise PlanError(changed or unlike)
         if watch is not None:
             watch.refuse(summed[0])
+        elif (
+            summed[0].device == HOST
+        ):  # a loss may be new on another rank alone; a device's host does not wait for that
+            refuse_verdict(what, loss, summed[0])
         return self._sum_over_mesh(mine) if mine.ndim else summed[1].to(counted.dtype)
 
     def _sum_over_mesh(self, value: Tensor) -> Tensor:

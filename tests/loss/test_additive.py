@@ -18,6 +18,7 @@ from meshkit.parallel.rows_tried import Trial, loss_of_rows
 from meshkit.parallel.tokens_tried import loss_of_rows_alone
 from meshkit.step import additive
 from meshkit.step._loss import is_vouched
+from tests.laws.parity.cases import mesh_for
 from tests.loss.test_mean import TOL_FP64, items, module, per_item, raised, rows_of, run_of, whole
 from tests.tiny import tiny_config
 from tests.world import pool
@@ -172,3 +173,48 @@ def of_last(model: nn.Module, part: Any) -> Tensor:
 
 def test_a_loss_that_is_a_scalar_dtensor_is_its_whole_value() -> None:
     assert max(pool(2).run(of_a_dtensor)) <= TOL_FP64
+
+
+def new_on_one_rank(what: str) -> str:
+    """In the second step the loss of rank 1 is another one, and that of rank 0 is not looked at again."""
+    run = run_of("dp_shard=2")
+
+    def loss(model: nn.Module, part: Any, *, own: str = "") -> Tensor:
+        if own == "raises":
+            raise KeyError("not there")
+        out = model(part["x"])
+        return with_mean(out) if own == "mixes" else per_item(out, part["y"]).sum()
+
+    step = partial(run.forward_backward, rows_of(run, 8), count=items)
+    step(loss=partial(loss, own=""))
+    try:
+        step(loss=partial(loss, own=what if run.mesh.rank == 1 else ""))
+    except mk.errors.PlanError as error:
+        return f"{error} <- {error.__cause__!r}"
+    return ""
+
+
+def test_a_loss_that_is_new_on_one_rank_is_refused_on_all() -> None:
+    for rank, said in enumerate(pool(2).run(new_on_one_rank, "mixes")):
+        assert "mixes the rows" in said, rank
+    other, own = pool(2).run(new_on_one_rank, "raises")
+    assert UNTRIED in own
+    assert "on random values it raises KeyError" in own
+    assert own.endswith("<- KeyError('not there')")
+    assert "another rank could not" in other
+
+
+def noted_sums() -> tuple[str | None, str, bool, dict[str, float]]:
+    sums = mk.metrics.MetricSums(mesh_for("tp=1"), ("loss",))
+
+    def noted(model: nn.Module, part: Any) -> Tensor:
+        loss = per_item(model(part["x"]), part["y"]).sum()
+        sums.add(loss=loss)
+        return loss
+
+    trial = Trial(noted)
+    return loss_of_rows(module(), noted, whole(6), trial), trial.why, trial.carries, sums.means(1)
+
+
+def test_sums_of_metrics_are_no_obstacle_and_stay_as_they_are() -> None:
+    assert pool(1).run(noted_sums) == [("sum", "", False, {"loss": 0.0})]

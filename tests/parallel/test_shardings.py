@@ -219,7 +219,7 @@ def held_between_microbatches(mesh: mk.Mesh, row: DataPolicy) -> dict[str, int]:
     with tracker:
         count_parameters(tracker, run.model)
         for _ in range(2):
-            tracked_step(tracker, run, optimizer, batch, 2, loss)
+            tracked_step(tracker, run, optimizer, batch, 2, mk.step.additive(loss))
     return found[3]
 
 

@@ -106,7 +106,10 @@ def learn(
         calls[0] += 1
         return objective(model, part)
 
-    value = run.forward_backward(batch, loss=counted, count=policy_count(loss), microbatches=microbatches)
+    # Vouched for: the rows of a trial repeat answers, and some of these losses look at whole ones.
+    value = run.forward_backward(
+        batch, loss=mk.step.additive(counted), count=policy_count(loss), microbatches=microbatches
+    )
     gradients = torch.cat([full_tensor(param.grad).flatten() for param in run.parameters()])
     for param in run.parameters():
         param.grad = None
