@@ -4,6 +4,7 @@ those that mix rows, on which the ranks agree."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 from weakref import ref
@@ -161,6 +162,8 @@ def refuse_verdict(
 
 
 def _name(loss: Any) -> str:
+    while isinstance(loss, partial):
+        loss = loss.func
     return getattr(loss, "__name__", type(loss).__name__)
 
 

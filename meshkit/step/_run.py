@@ -307,9 +307,7 @@ class Run:
             raise PlanError(changed or unlike)
         if watch is not None:
             watch.refuse(summed[0])
-        elif (
-            summed[0].device == HOST
-        ):  # a loss may be new on another rank alone; a device's host does not wait for that
+        elif summed[0].device == HOST:  # new on another rank; a device's host does not wait for that in each step
             refuse_verdict(what, loss, summed[0])
         return self._sum_over_mesh(mine) if mine.ndim else summed[1].to(counted.dtype)
 
