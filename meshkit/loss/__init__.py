@@ -8,7 +8,6 @@ from ._divergence import Teacher as Teacher
 from ._divergence import token_divergences as token_divergences
 from ._top_log_probs import top_log_probs as top_log_probs
 from ._watch import LossWatch as LossWatch
-from ._watch import refuse_verdict as refuse_verdict
 from ._token_log_probs import TokenLogProbs as TokenLogProbs
 from ._token_log_probs import log_sum_squares as log_sum_squares
 from ._token_log_probs import token_log_probs as token_log_probs

@@ -106,8 +106,48 @@ class LossWatch:
         return ""
 
     def refuse(self, verdict: Tensor | float) -> None:
-        """As `refuse_verdict`."""
-        refuse_verdict(self.what, self.func, verdict, untried=self.untried, error=self._error)
+        """As `refuse_of`."""
+        self.refuse_of(self.what, self.func, verdict, untried=self.untried, error=self._error)
+
+    @staticmethod
+    def refuse_of(
+        what: str, loss: Any, verdict: Tensor | float, *, untried: str = "", error: Exception | None = None
+    ) -> None:
+        """For ranks too that watch nothing. verdict: the sum of all ranks'.
+
+        Raises: PlanError if the loss mixes rows or tokens, or a rank could not tell.
+        """
+        if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
+            return
+        name, verdict = f"{what}: the loss {_name(loss)!r}", float(verdict)
+        if verdict >= _MIXES_TOKENS:
+            raise PlanError(
+                f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
+                "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
+                "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
+                "of its last token, or of its sum, is another for each split), or use cp=1."
+            )
+        if verdict >= _MIXES:
+            raise PlanError(
+                f"{name} mixes the rows of a batch, of which each data rank and each "
+                "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
+                "sum of those of four and four. "
+                "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
+                "each split), or use one data rank and microbatches=1. If that is only since the trial's rows repeat what "
+                "yours never share, as the number of an answer, say so by loss=mk.step.additive(loss)."
+            )
+        if verdict >= _CARRIES:
+            raise PlanError(
+                f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
+                "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
+            )
+        if verdict >= _UNTRIED:
+            raise PlanError(
+                f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
+                f"{untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
+                "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
+                "so by loss=mk.step.additive(loss)."
+            ) from error
 
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
         """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if
@@ -121,44 +161,6 @@ class LossWatch:
                 "(reduction='sum'); or, if the parts are of one size, count each as one "
                 f"(count=lambda batch: torch.tensor({parts // data_ranks}))."
             )
-
-
-def refuse_verdict(
-    what: str, loss: Any, verdict: Tensor | float, *, untried: str = "", error: Exception | None = None
-) -> None:
-    """verdict: the sum of all ranks', for those too that watch nothing. Raises: PlanError if the loss mixes rows or tokens,
-    or a rank could not tell."""
-    if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
-        return
-    name, verdict = f"{what}: the loss {_name(loss)!r}", float(verdict)
-    if verdict >= _MIXES_TOKENS:
-        raise PlanError(
-            f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
-            "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
-            "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
-            "of its last token, or of its sum, is another for each split), or use cp=1."
-        )
-    if verdict >= _MIXES:
-        raise PlanError(
-            f"{name} mixes the rows of a batch, of which each data rank and each "
-            "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
-            "sum of those of four and four. "
-            "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
-            "each split), or use one data rank and microbatches=1. If that is only since the trial's rows repeat what yours "
-            "never share, as the number of an answer, say so by loss=mk.step.additive(loss)."
-        )
-    if verdict >= _CARRIES:
-        raise PlanError(
-            f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
-            "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
-        )
-    if verdict >= _UNTRIED:
-        raise PlanError(
-            f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
-            f"{untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
-            "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
-            "so by loss=mk.step.additive(loss)."
-        ) from error
 
 
 def _name(loss: Any) -> str:

@@ -22,7 +22,7 @@ from meshkit.core.sharding import plain_value
 from meshkit.core.to_device import HOST, to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import dropout_keys, lora_of
-from meshkit.loss import LossWatch, refuse_verdict
+from meshkit.loss import LossWatch
 from meshkit.mask import Mask
 from meshkit.memory import shared_scales
 from meshkit.memory.budget.choose import Choice
@@ -308,7 +308,7 @@ class Run:
         if watch is not None:
             watch.refuse(summed[0])
         elif summed[0].device == HOST:  # new on another rank; a device's host does not wait for that in each step
-            refuse_verdict(what, loss, summed[0])
+            LossWatch.refuse_of(what, loss, summed[0])
         return self._sum_over_mesh(mine) if mine.ndim else summed[1].to(counted.dtype)
 
     def _sum_over_mesh(self, value: Tensor) -> Tensor:
