@@ -183,10 +183,11 @@ def fully_shard(
     row = zero if isinstance(zero, Shardings) else zero_row(zero)
     require("fully_shard", "module", module, nn.Module)
     require("fully_shard", "mesh", mesh, DeviceMesh, ShardMesh)
-    levels = mesh if isinstance(mesh, ShardMesh) else ShardMesh(mesh=mesh)
-    mesh = levels.mesh
     require("fully_shard", "precision", precision, Precision, NoneType)
     require("fully_shard", "policy", policy, DataPolicy, NoneType)
+    levels = mesh if isinstance(mesh, ShardMesh) else ShardMesh(mesh=mesh)
+    _refuse_other_nodes(levels, policy)
+    mesh = levels.mesh
     modules = dict(module.named_modules())
     units = _submodules(modules, "units", units)
     kept = _submodules(modules, "keep_gathered", keep_gathered)
@@ -241,8 +242,7 @@ def fully_shard(
         quantize_wires(modules[name], mesh, policy or DataPolicy(), levels.gather, frees=frees)
         if levels.reduce is not None:
             reduce_in_hops(modules[name], levels.reduce)
-        if levels.hierarchical is not None:
-            assert policy is not None
+        if policy is not None and levels.hierarchical is not None:
             go_by_nodes(
                 modules[name],
                 levels.hierarchical,
@@ -251,6 +251,17 @@ def fully_shard(
                 chunk_bytes=policy.chunk_bytes,
             )
     return module
+
+
+def _refuse_other_nodes(levels: ShardMesh, policy: DataPolicy | None) -> None:
+    """Raises: PlanError where the mesh and the policy do not say the same of how collectives go."""
+    by_nodes = policy is not None and policy.is_hierarchical
+    if by_nodes != levels.by_nodes:
+        does, lacks = ("its policy", "its mesh") if by_nodes else ("its mesh", "its policy")
+        raise PlanError(
+            f"fully_shard: {does} has hierarchical collectives and {lacks} has not. Make the mesh by "
+            "shard_mesh(mesh, row, policy=policy) of meshkit.parallel.shardings, and give the same policy."
+        )
 
 
 def _refuse_twice() -> None:

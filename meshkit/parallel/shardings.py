@@ -153,12 +153,13 @@ class Hops:
 class ShardMesh:
     """What FSDP shards over. mesh: one axis, or two: replicate x shard. gather: where whole parameters are gathered from
     copies that lie on fewer ranks than the shards; reduce: where gradients add up on fewer ranks. None: in one hop, which
-    goes inside of nodes and across where there is `hierarchical`."""
+    goes inside of nodes and across where there is `hierarchical`. by_nodes: whether the policy wanted that."""
 
     mesh: DeviceMesh
     gather: Hops | None = None
     reduce: Hops | None = None
     hierarchical: Hops | None = None
+    by_nodes: bool = False
 
 
 def shard_mesh(mesh: Mesh, row: Shardings, *, experts: bool = False, policy: DataPolicy | None = None) -> ShardMesh:
@@ -187,4 +188,6 @@ def shard_mesh(mesh: Mesh, row: Shardings, *, experts: bool = False, policy: Dat
     if by_nodes and (found := hierarchical_axes(row, mesh.spec, experts=experts)) is not None:
         inside, across = found
         nodes = Hops(inner=mesh.over(*inside).get_group(), outer=mesh.over(*across).get_group())
-    return ShardMesh(mesh=data, gather=hops(row.parameters), reduce=hops(row.gradients), hierarchical=nodes)
+    return ShardMesh(
+        mesh=data, gather=hops(row.parameters), reduce=hops(row.gradients), hierarchical=nodes, by_nodes=by_nodes
+    )

@@ -15,7 +15,7 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.hierarchical import ALIGNMENT, all_gather, all_reduce, all_to_all, chunks_of, reduce_scatter
-from meshkit.parallel.shardings import Hops
+from meshkit.parallel.shardings import Hops, shard_mesh, zero_row
 from meshkit.preflight.order import EAGER, LAZY, Call, deadlock, gathered, mismatches, recording
 from meshkit.strategy import DataPolicy
 from tests.laws.parity.cases import Cell, Moe, mesh_for
@@ -309,3 +309,25 @@ def test_a_mesh_that_tells_no_nodes_apart_is_refused() -> None:
     mk.explain(
         model, "tp=2", plan=mk.models.LLAMA_PLAN, data=by_nodes(), rows=2, seq_len=16
     )  # one file fits many meshes
+
+
+def of_a_loop() -> list[str]:
+    """What `fully_shard` says of a mesh and a policy of which only one goes by nodes."""
+    mesh, policy = mk.init_mesh("dp_shard=2x2"), DataPolicy(collectives="hierarchical")
+    made = {given: shard_mesh(mesh, zero_row(3), policy=given) for given in (None, policy)}
+    said = []
+    for where, given in ((mesh.data, policy), (made[None], policy), (made[policy], None), (made[policy], policy)):
+        try:
+            mk.fully_shard(torch.nn.Linear(8, 8), where, policy=given)
+            said.append("")
+        except PlanError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_loop_of_ones_own_says_it_in_both_places() -> None:
+    for flat, without, unsaid, right in pool(4).run(of_a_loop):
+        assert "its policy has hierarchical collectives and its mesh has not" in flat
+        assert without == flat
+        assert "its mesh has hierarchical collectives and its policy has not" in unsaid
+        assert right == ""
