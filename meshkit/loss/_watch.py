@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.sharding import plain_value
 from meshkit.errors import PlanError
+from meshkit.loss.vocab_parallel import IGNORED
 
 _UNTRIED = float(1 << 40)  # more than there are parts
 _CARRIES = float(1 << 80)  # and than all ranks add up to of those
 _MIXES = float(1 << 120)
 _MIXES_TOKENS = float(1 << 160)
+_MISREADS = {"filled up": float(1 << 200), "end to end": float(1 << 240)}
 LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
 _UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
@@ -39,9 +41,9 @@ class LossWatch:
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
     on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. rows, tokens: what this rank
     has seen the loss of a batch to be of those of parts of its rows, and of parts of a row's tokens: "sum", "between" as a
-    mean is, or "neither". untried: why that could not be told, and the error of that. carries: what the loss keeps makes its
-    next call another. `verdict` is a number of these, that ranks add up before the call does anything. what: the call that
-    errors speak of.
+    mean is, or "neither". misread: how a rank of cp may get the batch that it is not a sum of. untried: why that could not be
+    told, and the error of that. carries: what the loss keeps makes its next call another. `verdict` is a number of these,
+    that ranks add up before the call does anything. what: the call that errors speak of.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LossWatch:
         what: str = "forward_backward",
         rows: str | None = None,
         tokens: str | None = None,
+        misread: str = "",
         untried: str = "",
         error: Exception | None = None,
         carries: bool = False,
@@ -60,7 +63,7 @@ class LossWatch:
         self.func, self.count, self.what, self.untried, self._error = func, count, what, untried, error
         self._between = "between" in (rows, tokens)
         seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else _CARRIES if carries else 0.0
-        self.verdict = seen or (_UNTRIED if untried else 0.0)
+        self.verdict = _MISREADS.get(misread) or seen or (_UNTRIED if untried else 0.0)
         self.means = torch.zeros((), dtype=torch.float64, device=device)
         self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False
@@ -131,6 +134,18 @@ def refuse_verdict(
     if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
         return
     name, verdict = f"{what}: the loss {_name(loss)!r}", float(verdict)
+    if verdict >= _MISREADS["end to end"]:
+        raise PlanError(
+            f"{name} reads how many rows there are, and on cp rows with documents or padding of their own are laid end to "
+            "end as one: on random values, its loss of those is another. Return the sum, and let count divide it "
+            "(count=lambda batch: torch.tensor(len(batch['input_ids'])))."
+        )
+    if verdict >= _MISREADS["filled up"]:
+        raise PlanError(
+            f"{name} adds something for tokens that fill a rank of cp up, to a multiple of its ranks of tp or to one token. "
+            f"Those have {IGNORED} in tensors whose name begins with labels, and 0 in all others: leave them out, as by "
+            "ignore_index or a weight of each token in the batch; or use sequence=False, and a token for each rank."
+        )
     if verdict >= _MIXES_TOKENS:
         raise PlanError(
             f"{name} mixes the tokens of a row, of which each rank of cp has a part: "

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
-from meshkit.parallel.tokens_tried import loss_of_tokens
+from meshkit.parallel.rows_tried import Laid
+from meshkit.parallel.tokens_tried import loss_of_tokens, misread_by
 from tests.laws.parity.cases import mesh_for
 from tests.parallel.context.test_modules import PLAN, ROWS, TOKENS, OwnModel, model_and_batch
 from tests.world import pool
@@ -84,6 +85,18 @@ def without_positions(model: nn.Module, part: Part) -> Tensor:
     """Right on one device, which counts the tokens by itself."""
     given = {"mask": part["mask"]} if "mask" in part else {}
     return F.cross_entropy(model(part["input_ids"], **given).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+
+
+# Sums over the tokens of rows, but not over all that a rank of cp may get.
+
+
+def of_targets(model: nn.Module, part: Part) -> Tensor:
+    """Also of what fills a rank up, which has 0 there."""
+    return F.cross_entropy(logits_of(model, part).flatten(0, 1), part["targets"].flatten(), reduction="sum")
+
+
+def by_rows(model: nn.Module, part: Part) -> Tensor:
+    return (of_each(model, part) * (part["labels"] != -100)).sum() / len(part["input_ids"])
 
 
 # Of which a trial shows nothing.
@@ -206,3 +219,65 @@ def test_what_a_loss_is_of_its_tokens_is_told_from_the_model_without_values() ->
         return total
 
     assert loss_of_tokens(model, sends, batch) is None
+
+
+def test_what_a_loss_reads_of_rows_as_one_and_of_tokens_that_are_none_is_told_too() -> None:
+    with torch.device("meta"):
+        model = OwnModel()
+    ids = torch.randint(1, 17, (ROWS, TOKENS))
+    batch = {"input_ids": ids, "labels": ids, "targets": ids, "position_ids": torch.arange(TOKENS).expand(ROWS, TOKENS)}
+    layouts: tuple[Laid, ...] = ("end to end", "filled up")
+    assert [misread_by(model, loss, batch, layouts) for loss in SUMS] == [None] * 3
+    assert misread_by(model, of_targets, batch, layouts) == "filled up"
+    assert misread_by(model, of_targets, batch, layouts[:1]) is None
+    one_row = {name: x[:1] for name, x in batch.items()}
+    assert [misread_by(model, by_rows, each, layouts) for each in (batch, one_row)] == ["end to end"] * 2
+    assert misread_by(model, by_rows, batch, layouts[1:]) is None
+
+
+def refused_later(loss: Callable[[nn.Module, Part], Tensor]) -> tuple[float, str, str]:
+    """The loss of rows that are split alike, and what is said of a batch that a rank gets in another way."""
+    model, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "targets": ids}
+    packed = {**batch, "position_ids": torch.tensor([0, 1, 2, 3] * 4)[:TOKENS] + torch.zeros_like(ids)}
+    other = packed if loss is by_rows else {name: x[:, :1] for name, x in batch.items()}
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    value = run.forward_backward(batch, loss=loss, count=lambda _: torch.tensor(1))
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(other, loss=loss, count=lambda _: torch.tensor(1))
+    with pytest.raises(PlanError) as evaluation:
+        run.evaluate(other, loss=loss, count=lambda _: torch.tensor(1))
+    return float(value.detach()), str(error.value), str(evaluation.value)
+
+
+def test_a_loss_that_reads_the_number_of_rows_is_refused_where_they_are_laid_end_to_end() -> None:
+    one, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = float(by_rows(one, {"input_ids": ids, "labels": ids}).detach())
+    for value, text, evaluation in pool(2).run(refused_later, by_rows):
+        assert value == pytest.approx(expected, abs=TOL)
+        assert "forward_backward: the loss 'by_rows' reads how many rows there are" in text
+        assert evaluation == text.replace("forward_backward", "evaluate")
+
+
+def test_a_loss_that_adds_something_for_filling_is_refused_where_a_rank_has_some() -> None:
+    one, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = float(of_targets(one, {"input_ids": ids, "targets": ids}).detach())
+    for value, text, _ in pool(2).run(refused_later, of_targets):
+        assert value == pytest.approx(expected, abs=TOL)
+        assert "the loss 'of_targets' gets a part of the rows or tokens here, and it cannot be tried" in text
+
+
+def filled_up() -> str:
+    model, batch = causal.build("llama"), {"input_ids": torch.randint(*DATA_IDS, (2, 13))}
+    run = mk.parallelize(model, mesh_for("tp=2 cp=2"), sequence=True)
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(batch | {"targets": batch["input_ids"]}, loss=of_targets, count=lambda _: torch.tensor(1))
+    return str(error.value)
+
+
+def test_a_loss_that_adds_something_for_filling_is_refused_where_ranks_of_tp_need_it() -> None:
+    for text in pool(4).run(filled_up):
+        assert "the loss 'of_targets' adds something for tokens that fill a rank of cp up" in text
