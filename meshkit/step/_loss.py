@@ -73,8 +73,9 @@ def additive(loss: AnyLoss) -> AnyLoss:
     """Vouch for a loss: a sum in which each token's share depends on nothing of other rows, and with cp of other tokens.
 
     For one that is refused since it cannot be tried: it writes to a file, sends messages, or wants values that random numbers
-    are not. Nor may its next call return something else, as that of a running mean does. It is then tried on no values; that
-    it is a mean already is still seen.
+    are not. Nor may its next call return something else, as that of a running mean does; and on cp nothing may depend on how
+    many rows there are, which may lie end to end, nor be added for tokens that fill a rank up (labels of -100, else 0).
+    It is then tried on no values; that it is a mean already is still seen.
 
         run.forward_backward(batch, loss=mk.step.additive(loss))
 

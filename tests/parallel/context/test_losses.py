@@ -19,6 +19,7 @@ from tests.laws.parity.cases import mesh_for
 from tests.parallel.context.test_modules import PLAN, ROWS, TOKENS, OwnModel, model_and_batch
 from tests.world import pool
 from tests.zoo import causal
+from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS
 
 pytestmark = pytest.mark.turns(2)
@@ -281,3 +282,29 @@ def filled_up() -> str:
 def test_a_loss_that_adds_something_for_filling_is_refused_where_ranks_of_tp_need_it() -> None:
     for text in pool(4).run(filled_up):
         assert "the loss 'of_targets' adds something for tokens that fill a rank of cp up" in text
+
+
+def padded_with_positions(groups: str) -> list[float]:
+    """Of each batch the largest difference from one device, where transformers' model looks for no documents."""
+    positions = torch.arange(12).repeat(3, 1)
+    packed, shown = positions - positions.ge(torch.tensor([[5], [12], [9]])) * positions[:, :1].add(4), positions >= 0
+    shown[1, 4:6] = False  # a hole, at which counted positions stand still
+    ids = torch.randint(*DATA_IDS, (3, 12), generator=torch.Generator().manual_seed(1))
+    worst = []
+    for given in ({"position_ids": packed}, {"position_ids": shown.long().cumsum(1) - 1}):
+        batch = {"input_ids": ids, "labels": ids.where(shown, -100), "attention_mask": shown.long(), **given}
+        with exact():
+            one = causal.build("llama")
+            logits = one(ids, attention_mask=batch["attention_mask"], **given).logits
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            context = mk.strategy.ContextPolicy(groups=groups, tokens_per_rank=64 if groups == "by_length" else None)
+            run = mk.parallelize(causal.build("llama"), mesh_for("cp=2"), context=context)
+            run.forward_backward(batch)
+        grads = {name: param.grad for name, param in one.named_parameters()}
+        worst.append(max(float((full_tensor(p.grad) - grads[name]).abs().max()) for name, p in run.named_parameters()))
+    return worst
+
+
+@pytest.mark.parametrize("groups", ["fixed", "by_length"])
+def test_positions_begin_no_documents_in_a_model_of_transformers_that_is_given_an_attention_mask(groups: str) -> None:
+    assert max(map(max, pool(2).run(padded_with_positions, groups))) <= TOL
