@@ -15,11 +15,53 @@ from torch import Tensor, nn
 from meshkit.core import _torch
 from meshkit.core.sharding import plain_value
 from meshkit.errors import PlanError
+from meshkit.loss.vocab_parallel import IGNORED
 
 _UNTRIED = float(1 << 40)  # more than there are parts
 _CARRIES = float(1 << 80)  # and than all ranks add up to of those
 _MIXES = float(1 << 120)
 _MIXES_TOKENS = float(1 << 160)
+_MISREADS = {"filled up": float(1 << 200), "end to end": float(1 << 240)}
+_REFUSALS = (  # the largest first
+    (
+        _MISREADS["end to end"],
+        "reads how many rows there are, and on cp rows with documents or padding of their own are laid end to end as one: on "
+        "random values, its loss of those is another. Return the sum, and let count divide it "
+        "(count=lambda batch: torch.tensor(len(batch['input_ids']))).",
+    ),
+    (
+        _MISREADS["filled up"],
+        "adds something for tokens that fill a rank of cp up, to a multiple of its ranks of tp or to one token. Those have "
+        f"{IGNORED} in tensors whose name begins with labels, and 0 in all others: leave them out, as by ignore_index or a "
+        "weight of each token in the batch; or use sequence=False, and a token for each rank.",
+    ),
+    (
+        _MIXES_TOKENS,
+        "mixes the tokens of a row, of which each rank of cp has a part: on random values, its loss of a row is not the sum "
+        "of those of one half of its tokens and the other. Add up a loss of each token, with labels and weights that were "
+        "shifted in the batch (a mean over a row, a loss of its last token, or of its sum, is another for each split), or "
+        "use cp=1.",
+    ),
+    (
+        _MIXES,
+        "mixes the rows of a batch, of which each data rank and each microbatch has a part: on random values, its loss of "
+        "eight rows, with the model that it calls, is not the sum of those of four and four. Add up a loss of each row (an "
+        "auxiliary loss of means over rows, or one that compares rows, is another for each split), or use one data rank and "
+        "microbatches=1. If that is only since the trial's rows repeat what yours never share, as the number of an answer, "
+        "say so by loss=mk.step.additive(loss).",
+    ),
+    (
+        _CARRIES,
+        "keeps something that changes what its next call returns, and each microbatch is a call. Give it what changes from "
+        "step to step (functools.partial(loss, step=step)), or use microbatches=1.",
+    ),
+    (
+        _UNTRIED,
+        "gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: {why}. Take that "
+        "out of the loss; or, if what it returns is a sum in which each token's share depends on nothing of other rows, with "
+        "cp of other tokens, and of other calls, say so by loss=mk.step.additive(loss).",
+    ),
+)
 LOOKED_AT = 256  # nodes of a graph: a loss that needs more is not judged
 _UNCHANGED = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Convolution", "Embedding")  # below them lies the model
@@ -39,9 +81,9 @@ class LossWatch:
     `func`, as of a partial: what a pipeline has read with a loss is known by its code. `means`: how many results were means,
     on the device, so that no host waits for it. `excluded`: one was not, as far as can be known. rows, tokens: what this rank
     has seen the loss of a batch to be of those of parts of its rows, and of parts of a row's tokens: "sum", "between" as a
-    mean is, or "neither". untried: why that could not be told, and the error of that. carries: what the loss keeps makes its
-    next call another. `verdict` is a number of these, that ranks add up before the call does anything. what: the call that
-    errors speak of.
+    mean is, or "neither". misread: how a rank of cp may get the batch that it is not a sum of. untried: why that could not be
+    told, and the error of that. carries: what the loss keeps makes its next call another. `verdict` is a number of these,
+    that ranks add up before the call does anything. what: the call that errors speak of.
     """
 
     def __init__(
@@ -53,6 +95,7 @@ class LossWatch:
         what: str = "forward_backward",
         rows: str | None = None,
         tokens: str | None = None,
+        misread: str = "",
         untried: str = "",
         error: Exception | None = None,
         carries: bool = False,
@@ -60,7 +103,7 @@ class LossWatch:
         self.func, self.count, self.what, self.untried, self._error = func, count, what, untried, error
         self._between = "between" in (rows, tokens)
         seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else _CARRIES if carries else 0.0
-        self.verdict = seen or (_UNTRIED if untried else 0.0)
+        self.verdict = _MISREADS.get(misread) or seen or (_UNTRIED if untried else 0.0)
         self.means = torch.zeros((), dtype=torch.float64, device=device)
         self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False
@@ -119,35 +162,11 @@ class LossWatch:
         """
         if isinstance(verdict, Tensor) and _torch.is_fake(verdict):  # of an estimate
             return
-        name, verdict = f"{what}: the loss {_name(loss)!r}", float(verdict)
-        if verdict >= _MIXES_TOKENS:
-            raise PlanError(
-                f"{name} mixes the tokens of a row, of which each rank of cp has a part: "
-                "on random values, its loss of a row is not the sum of those of one half of its tokens and the other. Add up "
-                "a loss of each token, with labels and weights that were shifted in the batch (a mean over a row, a loss "
-                "of its last token, or of its sum, is another for each split), or use cp=1."
-            )
-        if verdict >= _MIXES:
-            raise PlanError(
-                f"{name} mixes the rows of a batch, of which each data rank and each "
-                "microbatch has a part: on random values, its loss of eight rows, with the model that it calls, is not the "
-                "sum of those of four and four. "
-                "Add up a loss of each row (an auxiliary loss of means over rows, or one that compares rows, is another for "
-                "each split), or use one data rank and microbatches=1. If that is only since the trial's rows repeat what "
-                "yours never share, as the number of an answer, say so by loss=mk.step.additive(loss)."
-            )
-        if verdict >= _CARRIES:
-            raise PlanError(
-                f"{name} keeps something that changes what its next call returns, and each microbatch is a call. Give it "
-                "what changes from step to step (functools.partial(loss, step=step)), or use microbatches=1."
-            )
-        if verdict >= _UNTRIED:
-            raise PlanError(
-                f"{name} gets a part of the rows or tokens here, and it cannot be tried whether it is the sum of its parts: "
-                f"{untried or 'another rank could not'}. Take that out of the loss; or, if what it returns is a sum in "
-                "which each token's share depends on nothing of other rows, with cp of other tokens, and of other calls, say "
-                "so by loss=mk.step.additive(loss)."
-            ) from error
+        verdict = float(verdict)
+        said = next((words for least, words in _REFUSALS if verdict >= least), None)
+        if said is not None:
+            why = untried or "another rank could not"
+            raise PlanError(f"{what}: the loss {_name(loss)!r} {said.replace('{why}', why)}") from error
 
     def settle(self, means: Tensor, counted: Tensor, *, microbatches: int, ranks: int, data_ranks: int) -> None:
         """means: of all microbatches of all ranks with other tokens. Raises: PlanError if all are, and more is counted; or if

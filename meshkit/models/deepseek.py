@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshkit.errors import PlanError
+from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED, cross_entropy
 from meshkit.mask import Mask
 from meshkit.models.experts import MoE
@@ -313,6 +313,11 @@ def mtp_loss(model: nn.Module, batch: dict[str, Tensor], *, weight: float = 0.3)
     if not depth:
         raise PlanError(
             "mtp_loss: the model has no `mtp` modules. Build it with num_nextn_predict_layers of at least 1."
+        )
+    if "attention_mask" in batch:
+        raise DataError(
+            "mtp_loss: the batch has an attention_mask, and DeepseekV3 takes none. Leave it away: padding that comes last "
+            "and has label -100 needs none; for other padding give forward_backward(mask=...)."
         )
     batch = batch if "ids_ahead" in batch else look_ahead(batch, depth=depth)
     extra = {name: batch[name] for name in ("position_ids", "mask", "ids_ahead") if name in batch}

@@ -33,6 +33,7 @@ _SCALE = 0.1  # of random numbers: gates neither close nor open for all
 
 Returned = list[Tensor]
 OfParts = Literal["sum", "between", "neither"]
+Laid = Literal["end to end", "filled up"]  # what else a rank of cp may get: its rows as one, tokens that are none
 Verdict = TypeVar("Verdict")
 
 

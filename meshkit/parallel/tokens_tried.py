@@ -6,7 +6,7 @@ the shapes that it returns go into the loss, once of all tokens and once of each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from meshkit.core.noting import AnyMask
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.loss import IGNORED
-from meshkit.parallel.rows_tried import ROWS, OfParts, OfTrial, Trial, more_rows, of_parts
+from meshkit.parallel.rows_tried import ROWS, Laid, OfParts, OfTrial, Trial, more_rows, of_parts
 from meshkit.program import TensorRef, trace, without_values
 
-_ROWS, _TOKENS, _FEWEST = 2, 16, 4
+_ROWS, _TOKENS, _FEWEST, _FILLING = 2, 16, 4, 2
 _DRAWS = 2  # of outputs
 _TOLERANCE = 1e-4  # losses compute in fp32; one that mixes tokens differs in its first digits
 _GIVEN = ("mask", "position_ids")  # by `split_batch`, to a loss on cp
@@ -39,6 +39,34 @@ def loss_of_tokens(
     if trial.reach.obstacle or ids is None or ids.ndim != 2 or not len(ids) or ids.shape[1] < _FEWEST:
         return None
     return _of_outputs(model, trial, _few(batch, ids), dim=1, given="position_ids" in batch)
+
+
+def misread_by(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Mapping[str, Tensor],
+    layouts: Sequence[Laid],
+    trial: Trial | None = None,
+) -> Laid | None:
+    """The first of the layouts in which a loss that is a sum over tokens is not that of the tokens: it reads how many rows
+    there are, which are laid end to end, or adds something for what fills a rank up. Takes what `loss_of_tokens` takes.
+
+    None also where it is not shown, and for a loss that raises of rows that are one: it would in the step.
+    """
+    trial, ids = trial or Trial(loss), batch["input_ids"]
+    two = {n: more_rows(x, (_ROWS, *x.shape[1:])) if x.shape[:2] == ids.shape[:2] else x for n, x in batch.items()}
+    with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        part = _few(two, two["input_ids"])
+        outputs = _outputs_of(model, part, seed=0, dim=1, given="position_ids" in batch)
+        values = [_value(trial, outputs, part, seed=0, laid=laid) for laid in (None, None, *layouts)]
+    whole, again, *others = values
+    if whole is None or again is None or not torch.equal(whole, again):
+        return None
+    allowed = _TOLERANCE * whole.abs().clamp(min=1.0)
+    for laid, other in zip(layouts, others, strict=True):
+        if other is not None and (other.shape != whole.shape or bool(((other - whole).abs() > allowed).any())):
+            return laid
+    return None
 
 
 def loss_of_rows_alone(
@@ -97,24 +125,42 @@ def _cut(x: Tensor, rows: int, tokens: int, columns: Tensor) -> Tensor:
 def _tried(
     model: nn.Module, trial: Trial, part: dict[str, Tensor], seed: int, *, dim: int, given: bool
 ) -> OfParts | None:
-    sizes = next(x for x in (part.get("input_ids"), *part.values()) if x is not None and x.ndim).shape[: dim + 1]
-    outputs = _Outputs(model, OfTrial().manual_seed(seed), given=given, sizes=sizes)
+    outputs = _outputs_of(model, part, seed=seed, dim=dim, given=given)
     found = []
-    every = torch.arange(sizes[dim])
+    every = torch.arange(outputs.sizes[dim])
     halves = (every[::2], every[1::2]) if dim else every.tensor_split(2)
     for own in (every, every, *halves):
-        outputs.begin(own)
-        torch.default_generator.manual_seed(seed)
-        of_own = {name: outputs.cut(x) for name, x in part.items()}
-        try:
-            value = trial.call(outputs.stand_in, {**of_own, "mask": AnyMask()}, torch.float32)
-        except Exception as error:  # of numbers where it wants others, or what is not there
-            trial.has_raised(error)
-            return None
-        if not isinstance(value, Tensor) or value.is_meta or _torch.is_fake(value):
+        if (value := _value(trial, outputs, part, seed=seed, own=own)) is None:
             return None
         found.append(value)
     return of_parts(*found, tolerance=_TOLERANCE, inside=bool(dim))
+
+
+def _outputs_of(model: nn.Module, part: dict[str, Tensor], *, seed: int, dim: int, given: bool) -> _Outputs:
+    sizes = next(x for x in (part.get("input_ids"), *part.values()) if x is not None and x.ndim).shape[: dim + 1]
+    return _Outputs(model, OfTrial().manual_seed(seed), given=given, sizes=sizes)
+
+
+def _value(
+    trial: Trial,
+    outputs: _Outputs,
+    part: dict[str, Tensor],
+    *,
+    seed: int,
+    own: Tensor | None = None,
+    laid: Laid | None = None,
+) -> Tensor | None:
+    """Of the loss of these rows or tokens, by default all; None where there is none."""
+    outputs.begin(torch.arange(outputs.sizes[-1]) if own is None else own, laid)
+    torch.default_generator.manual_seed(seed)
+    of_own = {name: outputs.cut(x, IGNORED if name.startswith("labels") else 0) for name, x in part.items()}
+    try:
+        value = trial.call(outputs.stand_in, {**of_own, "mask": AnyMask()}, torch.float32)
+    except Exception as error:  # of numbers where it wants others, or what is not there
+        if laid is None:
+            trial.has_raised(error)
+        return None
+    return None if not isinstance(value, Tensor) or value.is_meta or _torch.is_fake(value) else value
 
 
 class _Outputs:
@@ -127,20 +173,29 @@ class _Outputs:
         self.model, self.generator, self.given, self.sizes = without_values(model), generator, given, sizes
         self.made: list[Any] = []
         self.calls, self.own = 0, torch.empty(0, dtype=torch.int64)
+        self.laid: Laid | None = None
         self.stand_in = without_values(model)
         patch_class(
             self.stand_in,
             forward=lambda _, *args, **kwargs: self.output(args, kwargs),
-            restart=lambda _: self.begin(self.own),
+            restart=lambda _: self.begin(self.own, self.laid),
         )
 
-    def begin(self, own: Tensor) -> None:
-        self.calls, self.own = 0, own
+    def begin(self, own: Tensor, laid: Laid | None = None) -> None:
+        self.calls, self.own, self.laid = 0, own, laid
 
-    def cut(self, x: Any) -> Any:
-        """Of the tokens, or the rows, that there are now."""
+    def cut(self, x: Any, filling: float | None = None) -> Any:
+        """Of the tokens, or the rows, that there are now. filling: what a token that is none has; None is anything."""
         dim = len(self.sizes) - 1
-        return x.index_select(dim, self.own) if isinstance(x, Tensor) and x.shape[: dim + 1] == self.sizes else x
+        if not isinstance(x, Tensor) or x.shape[: dim + 1] != self.sizes:
+            return x
+        x = x.index_select(dim, self.own)
+        if self.laid == "end to end":
+            return x.flatten(0, 1)[None]
+        if self.laid == "filled up":
+            first = x[:, :_FILLING]
+            return torch.cat((x, first if filling is None else torch.full_like(first, filling)), dim=1)
+        return x
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.calls == len(self.made):

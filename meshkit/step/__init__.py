@@ -5,6 +5,7 @@ from meshkit.step._loss import Count as Count
 from meshkit.step._loss import Loss as Loss
 from meshkit.step._loss import additive as additive
 from meshkit.step._loss import count_labels as count_labels
+from meshkit.step._loss import model_inputs as model_inputs
 from meshkit.step._loss import next_token_loss as next_token_loss
 from meshkit.step._norm import clip_grad_norm as clip_grad_norm
 from meshkit.step._norm import grad_norm as grad_norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 Count = Callable[[Batch], Tensor]
 AnyLoss = TypeVar("AnyLoss", bound=Callable[..., Tensor])
 _VOUCHED = "__meshkit_additive__"
+_TAKEN = ("input_ids", "position_ids", "attention_mask", "mask")
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -28,14 +29,9 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens are padding, and `mask` where the run's batches have one. The model returns logits [B, T, V], plain or as
     `.logits`. Raises: DataError for an attention_mask that the model does not take.
     """
-    extra = {name: batch[name] for name in ("position_ids", "attention_mask", "mask") if name in batch}
-    if "attention_mask" in extra and "attention_mask" not in inspect.signature(model.forward).parameters:
-        raise DataError(
-            "next_token_loss: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding "
-            f"that comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
-        )
-    ids = _named(batch, "input_ids")
-    output = model(ids, **extra)
+    _named(batch, "input_ids")
+    given = model_inputs(model, batch, asked="next_token_loss")
+    output = model(given.pop("input_ids"), **given)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor | LinearLogits):
         raise PlanError(
@@ -44,6 +40,19 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
             "forward_backward(batch, loss=, count=), where loss(model, part) is a sum and count(batch) what it is over."
         )
     return cross_entropy(logits, _named(batch, "labels"))
+
+
+def model_inputs(model: nn.Module, batch: Mapping[str, Any], *, asked: str = "model_inputs") -> dict[str, Any]:
+    """The entries of a batch that a model takes: input_ids, position_ids, attention_mask, mask; those that are there.
+
+    asked: who asks. Raises: DataError for an attention_mask that the model does not take.
+    """
+    if "attention_mask" in batch and "attention_mask" not in inspect.signature(model.forward).parameters:
+        raise DataError(
+            f"{asked}: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding that "
+            f" comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
+        )
+    return {name: batch[name] for name in _TAKEN if name in batch}
 
 
 def count_labels(batch: Batch) -> Tensor:
@@ -64,8 +73,9 @@ def additive(loss: AnyLoss) -> AnyLoss:
     """Vouch for a loss: a sum in which each token's share depends on nothing of other rows, and with cp of other tokens.
 
     For one that is refused since it cannot be tried: it writes to a file, sends messages, or wants values that random numbers
-    are not. Nor may its next call return something else, as that of a running mean does. It is then tried on no values; that
-    it is a mean already is still seen.
+    are not. Nor may its next call return something else, as that of a running mean does; and on cp nothing may depend on how
+    many rows there are, which may lie end to end, nor be added for tokens that fill a rank up (labels of -100, else 0).
+    It is then tried on no values; that it is a mean already is still seen.
 
         run.forward_backward(batch, loss=mk.step.additive(loss))
 

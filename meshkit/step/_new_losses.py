@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
@@ -15,20 +15,24 @@ from meshkit.core.held_values import Held, Judged, held_values
 from meshkit.loss import LossWatch
 from meshkit.mask import Mask
 from meshkit.mesh import Mesh
-from meshkit.parallel.rows_tried import OfParts, Trial, loss_of_rows
-from meshkit.parallel.tokens_tried import loss_of_rows_alone, loss_of_tokens
+from meshkit.parallel.rows_tried import Laid, OfParts, Trial, loss_of_rows
+from meshkit.parallel.tokens_tried import loss_of_rows_alone, loss_of_tokens, misread_by
 from meshkit.program import follow_mode, without_values
 from meshkit.step._loss import Batch, Count, Loss, is_vouched
 
 
 @dataclass(eq=False)
 class NewLosses:
-    """Of a run. model: without values, as one device has it. running: says what is in training. known: what losses held when
-    they were judged; by the call, the code of a loss and its count, and whether there are microbatches and masks."""
+    """Of a run. model: without values, as one device has it. running: says what is in training. known: what losses held
+    when they were judged; by the call, the code of a loss and its count, and whether there are microbatches and masks, and
+    how rows are laid on cp. multiple: a rank's tokens are filled up to a multiple of it. by_length: documents leave their
+    rows."""
 
     model: nn.Module
     running: nn.Module
     mesh: Mesh
+    multiple: int = 1
+    by_length: bool = False
     known: defaultdict[tuple[Any, ...], Judged] = field(default_factory=lambda: defaultdict(Judged))
     _new: tuple[tuple[Any, ...], Held] | None = None  # that is being judged
 
@@ -36,15 +40,16 @@ class NewLosses:
         self, what: str, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
     ) -> LossWatch | None:
         """In the first call of `what` with this loss; None in later ones."""
-        key = (what, code_of(loss), code_of(count), microbatches > 1, mask is None)
+        layouts = self._layouts(batch, mask)
+        key = (what, code_of(loss), code_of(count), microbatches > 1, mask is None, layouts)
         held = held_values(*(each for each in (loss, count) if not is_ours(each)))
         if not self.known[key].is_due(held):
             return None
         self._new = key, held
         trial = Trial(loss)
-        rows, tokens = (
-            (None, None) if is_ours(loss) or is_vouched(loss) else self._tried(what, trial, batch, microbatches, mask)
-        )
+        known = is_ours(loss) or is_vouched(loss)
+        rows, tokens = (None, None) if known else self._tried(what, trial, batch, microbatches, mask)
+        misread = tokens == "sum" and misread_by(without_values(self.model), loss, batch, layouts, trial)
         # Of a loss that was tried with other numbers a trial that shows nothing, as of a factor that is nan now, is no news.
         untried = "" if held.kind in self.known[key].kinds else trial.why
         return LossWatch(
@@ -54,10 +59,20 @@ class NewLosses:
             what=what,
             rows=rows,
             tokens=tokens,
+            misread=misread or "",
             untried=untried,
             error=trial.error,
             carries=trial.carries and microbatches > 1,
         )
+
+    def _layouts(self, batch: Batch, mask: Mask | Sequence[Mask] | None) -> tuple[Laid, ...]:
+        """In which a rank of cp may get this batch, beside tokens of each row."""
+        ranks, ids = self.mesh["cp"].size(), batch.get("input_ids")
+        if ranks == 1 or ids is None or ids.ndim != 2:
+            return ()
+        joined = self.by_length or mask is not None or not batch.keys().isdisjoint(("position_ids", "attention_mask"))
+        layouts = {"end to end": joined, "filled up": self.multiple > 1 or ids.shape[1] < ranks}
+        return tuple(laid for laid in get_args(Laid) if layouts[laid])
 
     def _tried(
         self, what: str, trial: Trial, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None

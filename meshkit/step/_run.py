@@ -106,7 +106,13 @@ class Run:
 
     @cached_property
     def _losses(self) -> NewLosses:
-        return NewLosses(self.resolved.program.model, self.model, self.mesh)
+        return NewLosses(
+            self.resolved.program.model,
+            self.model,
+            self.mesh,
+            multiple=self.resolved.sequence_multiple,
+            by_length=self.strategy.context.groups != "fixed",
+        )
 
     @property
     def plan(self) -> Plan:

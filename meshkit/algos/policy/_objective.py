@@ -16,12 +16,12 @@ from meshkit.algos.policy._loss import PolicyLoss, policy_loss
 from meshkit.algos.policy._returns import TURN_STARTS
 from meshkit.algos.policy._segments import SegmentIndex
 from meshkit.algos.policy._terms import value_losses
-from meshkit.algos.rollout import REFERENCE, learnt, model_inputs, model_logits
+from meshkit.algos.rollout import REFERENCE, learnt, model_logits
 from meshkit.errors import DataError
 from meshkit.loss import token_log_probs
 from meshkit.mesh import Mesh
 from meshkit.metrics import MetricSums
-from meshkit.step import Batch, Count, Loss, count_labels
+from meshkit.step import Batch, Count, Loss, count_labels, model_inputs
 
 POLICY_SUMS = (
     *("tokens", "clipped_low", "clipped_high", "old_k1", "old_k3", "reference_kl", "entropy"),
@@ -132,7 +132,7 @@ def critic_values(model: nn.Module, part: dict[str, Any]) -> Tensor:
 
     model: returns a number for each token, as `RewardModel` does: the value after reading it.
     """
-    values: Tensor = model(**model_inputs(part))
+    values: Tensor = model(**model_inputs(model, part))
     return values
 
 

@@ -23,12 +23,12 @@ from meshkit.algos.preference._reward import bradley_terry
 from meshkit.algos.preference._statistics import mean_of
 from meshkit.algos.preference._tokens import packed_logps, whole_sequences, wpo_weights
 from meshkit.algos.preference._unpaired import UnpairedLoss, unpaired_loss
-from meshkit.algos.rollout import REFERENCE, label_log_probs, model_inputs, model_logits
+from meshkit.algos.rollout import REFERENCE, label_log_probs, model_logits
 from meshkit.errors import DataError
 from meshkit.loss import IGNORED, log_sum_squares, token_log_probs
 from meshkit.mesh import Mesh
 from meshkit.metrics import MetricSums
-from meshkit.step import Batch, Loss
+from meshkit.step import Batch, Loss, model_inputs
 
 
 def count_pairs(batch: Batch) -> Tensor:
@@ -183,7 +183,7 @@ def reward_objective(mesh: Mesh, batch: Batch, *, center: float = 0.0, metrics: 
     def loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
         ends = part["ends"].double()
         # The score at the last token alone; the sum over the answer's tokens on all ranks of cp then is that score.
-        scores = model(**model_inputs(part)).double() * ends
+        scores = model(**model_inputs(model, part)).double() * ends
         named = [name for name in ("margin", "preference") if name in part]
         scores_A, ends_A, *scalars = sums_of_answers(
             [scores, ends, *(part[name] for name in named)], part, mesh, answers

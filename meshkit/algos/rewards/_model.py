@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.algos.rewards._score import Scores, Unscored
-from meshkit.algos.rollout import answer_work, balance_examples, model_inputs, token_values
+from meshkit.algos.rollout import answer_work, balance_examples, token_values
 from meshkit.data.examples import Example
-from meshkit.step import Run
+from meshkit.step import Run, model_inputs
 
 
 def model_scores(
@@ -47,5 +47,5 @@ def model_scores(
 
 
 def _token_scores(model: nn.Module, part: dict[str, Any]) -> Tensor:
-    scores: Tensor = model(**model_inputs(part))
+    scores: Tensor = model(**model_inputs(model, part))
     return scores

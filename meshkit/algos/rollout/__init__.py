@@ -17,7 +17,6 @@ from ._token_values import REFERENCE as REFERENCE
 from ._token_values import example_values as example_values
 from ._token_values import label_log_probs as label_log_probs
 from ._token_values import learnt as learnt
-from ._token_values import model_inputs as model_inputs
 from ._token_values import model_logits as model_logits
 from ._token_values import token_values as token_values
 from ._vllm import VllmEngine as VllmEngine

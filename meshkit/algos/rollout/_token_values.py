@@ -20,21 +20,16 @@ from meshkit.core.evaluating import evaluating
 from meshkit.data.examples import Example
 from meshkit.loss import IGNORED, token_log_probs
 from meshkit.parallel.data import after_inference
-from meshkit.step import Batch, Run
+from meshkit.step import Batch, Run, model_inputs
 
 REFERENCE = "reference_log_probs"
 """the name under which a batch holds the reference model's log-probability of each label"""
 TOKEN_INDEX = "token_index"
 
 
-def model_inputs(part: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a microbatch that the model takes."""
-    return {name: part[name] for name in ("input_ids", "position_ids", "mask") if name in part}
-
-
 def model_logits(model: nn.Module, part: dict[str, Any]) -> Any:
     """The model's logits of a microbatch, also of models that return an object with `logits`."""
-    output = model(**model_inputs(part))
+    output = model(**model_inputs(model, part))
     return getattr(output, "logits", output)
 
 

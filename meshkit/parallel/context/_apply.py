@@ -19,6 +19,7 @@ from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.moe.real_tokens import only_first
 from meshkit.parallel.context._doors import Doors
+from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._groups import costs_of
 from meshkit.parallel.context._proof import Proofs
 from meshkit.parallel.context._reading import Call, Reader
@@ -102,6 +103,9 @@ def context_parallel(
         attends=doors.attends,
         widths=frozenset(each.width for each in doors.mixers if each.width),
         documents=documents,
+        padded_documents=not is_transformers(
+            reader.program.model
+        ),  # they look for documents where there is no such mask
         own_masks=doors.by_hand,
         costs=length_costs(
             reader.program,

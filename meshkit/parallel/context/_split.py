@@ -41,6 +41,7 @@ class Context:
     attends: bool = True  # some layer has attention
     widths: frozenset[int] = frozenset()  # of short convolutions of recurrent mixers
     documents: bool = True  # a position that restarts begins a document
+    padded_documents: bool = True  # also in a batch with an attention_mask
     own_masks: bool = False  # the model's own code masks its scores
     costs: LengthCosts | None = None  # by which dynamic groups are planned
     choice: Choice | None = None  # of the last batch
@@ -60,7 +61,7 @@ class Context:
         whole = {name: batch[name] for name in self.policy.whole if name in batch}
         batch = {name: tensor for name, tensor in batch.items() if name not in whole}
         rows, tokens = _refuse_odd_shapes(batch)
-        mask = _mask_of(batch, rows, tokens, mask, documents=self.documents)
+        mask = _mask_of(batch, rows, tokens, mask, documents=self.documents and self._by_position(batch))
         given = frozenset(batch)
         if "attention_mask" in batch:
             mask = _without_padding(mask, batch, rows, tokens)
@@ -107,7 +108,7 @@ class Context:
             yield from [None] * microbatches
             return
         rows, tokens = _refuse_odd_shapes(batch)
-        mask = _mask_of(batch, rows, tokens, mask, documents=True)
+        mask = _mask_of(batch, rows, tokens, mask, documents=self._by_position(batch))
         given = frozenset(batch)
         if "attention_mask" in batch:
             mask = _without_padding(mask, batch, rows, tokens)
@@ -138,6 +139,9 @@ class Context:
             own, count = token_index(layout, self.rank)
             split_mask = SplitMask(layout, self.axis, given=given, has_rows=False)
             yield {**_shards(flat, places[own], count), "mask": split_mask}
+
+    def _by_position(self, batch: dict[str, Tensor]) -> bool:
+        return self.padded_documents or "attention_mask" not in batch
 
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
         """Raise if the ranks of cp hold different batches: their plans would differ, and their messages would not match.

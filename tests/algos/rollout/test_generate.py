@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, model_inputs, token_values
+from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, token_values
 from meshkit.algos.rollout._answers import Answer
 from meshkit.algos.rollout._cache import Pages
 from meshkit.algos.rollout._sampler import choose
@@ -26,6 +26,7 @@ from meshkit.loss import token_log_probs
 from meshkit.loss.linear_logits import sharded_logits
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
 from meshkit.models.deepseek import DeepseekV3
+from meshkit.step import model_inputs
 from tests.laws.parity.cases import Cell, Moe, build, start
 from tests.models.families import transformers_model
 from tests.tiny import draw_parameters, tiny_deepseek
@@ -57,7 +58,7 @@ def log_probs_of_training(run: mk.Run, found: list[Rollout], temperature: float)
         labels[index, begin : len(row) - 1] = torch.from_numpy(completion.ids)
 
     def values(model: nn.Module, part: dict[str, Any]) -> Tensor:
-        return token_log_probs(model(**model_inputs(part)), part["labels"], temperature=temperature).log_probs
+        return token_log_probs(model(**model_inputs(model, part)), part["labels"], temperature=temperature).log_probs
 
     table = token_values(run, {"input_ids": ids[:, :-1], "labels": labels}, values)
     return [

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 import meshkit as mk
-from meshkit.algos.rollout import example_values, label_log_probs
+from meshkit.algos.rollout import example_values, label_log_probs, token_values
 from meshkit.data import Example, pack_step
+from meshkit.errors import DataError
+from meshkit.loss import token_log_probs
 from tests.tiny import tiny_config
 from tests.world import pool
+from tests.zoo import causal
+from tests.zoo.exact import exact
+from tests.zoo.shrink import DATA_IDS
 
 SHAPE = tiny_config(vocab_size=31)
 TOL_FP64_SUM = 1e-10  # only summation order differs
@@ -75,3 +80,39 @@ def alone() -> list[np.ndarray]:
                 own[place] = log_probs[place - 1, example.ids[place]]
         found.append(own)
     return found
+
+
+def padded_values_on(spec: str) -> float:
+    """The largest difference from one device, of rows that begin with padding, as tokenizers of transformers give them."""
+    mesh = mk.init_mesh(spec)
+    ids = torch.randint(*DATA_IDS, (4, 12), generator=torch.Generator().manual_seed(0))
+    shown = (torch.arange(12) >= torch.tensor([3, 0, 5, 1])[:, None]).long()
+    batch = {
+        "input_ids": ids * shown,
+        "labels": torch.where(shown == 1, ids.roll(-1, 1), -100),
+        "attention_mask": shown,
+    }
+    with exact():
+        logits = causal.build("llama")(batch["input_ids"], attention_mask=shown).logits
+        expected = token_log_probs(logits, batch["labels"]).log_probs.detach()
+        run = mk.parallelize(causal.build("llama"), mesh)
+        own = {name: x.tensor_split(mesh.data_ranks)[mesh.data_rank] for name, x in batch.items()}
+        found = token_values(run, own, microbatches=2)
+    return float((found - expected.tensor_split(mesh.data_ranks)[mesh.data_rank]).abs().max())
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "cp=2", "pp=2"])
+def test_padding_at_the_left_is_not_seen(spec: str) -> None:
+    assert max(pool(2).run(padded_values_on, spec)) <= TOL_FP64_SUM
+
+
+def padded_of_ours() -> str:
+    run = build(mk.init_mesh("dp_shard=1"))
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(DataError) as error:
+        token_values(run, {"input_ids": ids, "labels": ids, "attention_mask": ids})
+    return str(error.value)
+
+
+def test_a_model_that_takes_no_attention_mask_is_not_given_rows_that_need_one() -> None:
+    assert "the batch has an attention_mask, but the model's forward takes none" in pool(1).run(padded_of_ours)[0]

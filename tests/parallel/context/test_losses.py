@@ -13,11 +13,13 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
-from meshkit.parallel.tokens_tried import loss_of_tokens
+from meshkit.parallel.rows_tried import Laid
+from meshkit.parallel.tokens_tried import loss_of_tokens, misread_by
 from tests.laws.parity.cases import mesh_for
 from tests.parallel.context.test_modules import PLAN, ROWS, TOKENS, OwnModel, model_and_batch
 from tests.world import pool
 from tests.zoo import causal
+from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS
 
 pytestmark = pytest.mark.turns(2)
@@ -84,6 +86,18 @@ def without_positions(model: nn.Module, part: Part) -> Tensor:
     """Right on one device, which counts the tokens by itself."""
     given = {"mask": part["mask"]} if "mask" in part else {}
     return F.cross_entropy(model(part["input_ids"], **given).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+
+
+# Sums over the tokens of rows, but not over all that a rank of cp may get.
+
+
+def of_targets(model: nn.Module, part: Part) -> Tensor:
+    """Also of what fills a rank up, which has 0 there."""
+    return F.cross_entropy(logits_of(model, part).flatten(0, 1), part["targets"].flatten(), reduction="sum")
+
+
+def by_rows(model: nn.Module, part: Part) -> Tensor:
+    return (of_each(model, part) * (part["labels"] != -100)).sum() / len(part["input_ids"])
 
 
 # Of which a trial shows nothing.
@@ -206,3 +220,91 @@ def test_what_a_loss_is_of_its_tokens_is_told_from_the_model_without_values() ->
         return total
 
     assert loss_of_tokens(model, sends, batch) is None
+
+
+def test_what_a_loss_reads_of_rows_as_one_and_of_tokens_that_are_none_is_told_too() -> None:
+    with torch.device("meta"):
+        model = OwnModel()
+    ids = torch.randint(1, 17, (ROWS, TOKENS))
+    batch = {"input_ids": ids, "labels": ids, "targets": ids, "position_ids": torch.arange(TOKENS).expand(ROWS, TOKENS)}
+    layouts: tuple[Laid, ...] = ("end to end", "filled up")
+    assert [misread_by(model, loss, batch, layouts) for loss in SUMS] == [None] * 3
+    assert misread_by(model, of_targets, batch, layouts) == "filled up"
+    assert misread_by(model, of_targets, batch, layouts[:1]) is None
+    one_row = {name: x[:1] for name, x in batch.items()}
+    assert [misread_by(model, by_rows, each, layouts) for each in (batch, one_row)] == ["end to end"] * 2
+    assert misread_by(model, by_rows, batch, layouts[1:]) is None
+
+
+def refused_later(loss: Callable[[nn.Module, Part], Tensor]) -> tuple[float, str, str]:
+    """The loss of rows that are split alike, and what is said of a batch that a rank gets in another way."""
+    model, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "targets": ids}
+    packed = {**batch, "position_ids": torch.tensor([0, 1, 2, 3] * 4)[:TOKENS] + torch.zeros_like(ids)}
+    other = packed if loss is by_rows else {name: x[:, :1] for name, x in batch.items()}
+    run = mk.parallelize(model, mesh_for("cp=2"), plan=PLAN)
+    value = run.forward_backward(batch, loss=loss, count=lambda _: torch.tensor(1))
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(other, loss=loss, count=lambda _: torch.tensor(1))
+    with pytest.raises(PlanError) as evaluation:
+        run.evaluate(other, loss=loss, count=lambda _: torch.tensor(1))
+    return float(value.detach()), str(error.value), str(evaluation.value)
+
+
+def test_a_loss_that_reads_the_number_of_rows_is_refused_where_they_are_laid_end_to_end() -> None:
+    one, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = float(by_rows(one, {"input_ids": ids, "labels": ids}).detach())
+    for value, text, evaluation in pool(2).run(refused_later, by_rows):
+        assert value == pytest.approx(expected, abs=TOL)
+        assert "forward_backward: the loss 'by_rows' reads how many rows there are" in text
+        assert evaluation == text.replace("forward_backward", "evaluate")
+
+
+def test_a_loss_that_adds_something_for_filling_is_refused_where_a_rank_has_some() -> None:
+    one, _ = model_and_batch()
+    ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = float(of_targets(one, {"input_ids": ids, "targets": ids}).detach())
+    for value, text, _ in pool(2).run(refused_later, of_targets):
+        assert value == pytest.approx(expected, abs=TOL)
+        assert "the loss 'of_targets' gets a part of the rows or tokens here, and it cannot be tried" in text
+
+
+def filled_up() -> str:
+    model, batch = causal.build("llama"), {"input_ids": torch.randint(*DATA_IDS, (2, 13))}
+    run = mk.parallelize(model, mesh_for("tp=2 cp=2"), sequence=True)
+    with pytest.raises(PlanError) as error:
+        run.forward_backward(batch | {"targets": batch["input_ids"]}, loss=of_targets, count=lambda _: torch.tensor(1))
+    return str(error.value)
+
+
+def test_a_loss_that_adds_something_for_filling_is_refused_where_ranks_of_tp_need_it() -> None:
+    for text in pool(4).run(filled_up):
+        assert "the loss 'of_targets' adds something for tokens that fill a rank of cp up" in text
+
+
+def padded_with_positions(groups: str) -> list[float]:
+    """Of each batch the largest difference from one device, where transformers' model looks for no documents."""
+    positions = torch.arange(12).repeat(3, 1)
+    packed, shown = positions - positions.ge(torch.tensor([[5], [12], [9]])) * positions[:, :1].add(4), positions >= 0
+    shown[1, 4:6] = False  # a hole, at which counted positions stand still
+    ids = torch.randint(*DATA_IDS, (3, 12), generator=torch.Generator().manual_seed(1))
+    worst = []
+    for given in ({"position_ids": packed}, {"position_ids": shown.long().cumsum(1) - 1}):
+        batch = {"input_ids": ids, "labels": ids.where(shown, -100), "attention_mask": shown.long(), **given}
+        with exact():
+            one = causal.build("llama")
+            logits = one(ids, attention_mask=batch["attention_mask"], **given).logits
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            context = mk.strategy.ContextPolicy(groups=groups, tokens_per_rank=64 if groups == "by_length" else None)
+            run = mk.parallelize(causal.build("llama"), mesh_for("cp=2"), context=context)
+            run.forward_backward(batch)
+        grads = {name: param.grad for name, param in one.named_parameters()}
+        worst.append(max(float((full_tensor(p.grad) - grads[name]).abs().max()) for name, p in run.named_parameters()))
+    return worst
+
+
+@pytest.mark.parametrize("groups", ["fixed", "by_length"])
+def test_positions_begin_no_documents_in_a_model_of_transformers_that_is_given_an_attention_mask(groups: str) -> None:
+    assert max(map(max, pool(2).run(padded_with_positions, groups))) <= TOL
