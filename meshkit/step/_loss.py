@@ -50,7 +50,7 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any], *, asked: str = "mo
     if "attention_mask" in batch and "attention_mask" not in inspect.signature(model.forward).parameters:
         raise DataError(
             f"{asked}: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding that "
-            f" comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
+            f"comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
         )
     return {name: batch[name] for name in _TAKEN if name in batch}
 

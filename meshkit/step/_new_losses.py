@@ -21,6 +21,18 @@ from meshkit.program import follow_mode, without_values
 from meshkit.step._loss import Batch, Count, Loss, is_vouched
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a rank has seen a loss to be of parts of the rows and tokens that it is a loss of; see `LossWatch`."""
+
+    rows: OfParts | None = None
+    tokens: OfParts | None = None
+    misread: str = ""
+    untried: str = ""
+    error: Exception | None = None
+    carries: bool = False
+
+
 @dataclass(eq=False)
 class NewLosses:
     """Of a run. model: without values, as one device has it. running: says what is in training. known: what losses held
@@ -40,6 +52,13 @@ class NewLosses:
         self, what: str, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
     ) -> LossWatch | None:
         """In the first call of `what` with this loss; None in later ones."""
+        judged = self.judge(what, batch, microbatches, loss, count, mask)
+        return None if judged is None else LossWatch(loss, count, self.mesh.device, what=what, **vars(judged))
+
+    def judge(
+        self, what: str, batch: Batch, microbatches: int, loss: Loss, count: Count, mask: Mask | Sequence[Mask] | None
+    ) -> Judgement | None:
+        """In the first call of `what` with this loss, until it is `settled`; None in later ones."""
         layouts = self._layouts(batch, mask)
         key = (what, code_of(loss), code_of(count), microbatches > 1, mask is None, layouts)
         held = held_values(*(each for each in (loss, count) if not is_ours(each)))
@@ -52,11 +71,7 @@ class NewLosses:
         misread = tokens == "sum" and misread_by(without_values(self.model), loss, batch, layouts, trial)
         # Of a loss that was tried with other numbers a trial that shows nothing, as of a factor that is nan now, is no news.
         untried = "" if held.kind in self.known[key].kinds else trial.why
-        return LossWatch(
-            loss,
-            count,
-            self.mesh.device,
-            what=what,
+        return Judgement(
             rows=rows,
             tokens=tokens,
             misread=misread or "",
@@ -85,7 +100,7 @@ class NewLosses:
         loss, rows, tokens = trial.loss, None, None
         model = without_values(self.model)
         follow_mode(model, self.running)
-        if what == "evaluate":
+        if what != "forward_backward":
             model.eval()
         if some_tokens:
             tokens = loss_of_tokens(model, loss, batch, trial)
@@ -106,6 +121,10 @@ class NewLosses:
         """means: of all ranks. Raises: PlanError, on every rank."""
         ranks, data_ranks = self.mesh.tokens.size(), self.mesh.data_ranks
         watch.settle(means, counted, microbatches=microbatches, ranks=ranks, data_ranks=data_ranks)
+        self.settled()
+
+    def settled(self) -> None:
+        """What was judged last was not refused."""
         assert self._new is not None
         key, held = self._new
         self.known[key].add(held)

@@ -52,6 +52,7 @@ from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._microbatches import split, split_step
 from meshkit.step._new_losses import NewLosses
+from meshkit.step._new_values import OfTokens, refuse_mixing
 from meshkit.step._watch import StepWatch
 from meshkit.strategy import Strategy
 
@@ -520,6 +521,10 @@ class Run:
         Parameters stay gathered: call `meshkit.parallel.data.after_inference` after the last of several calls.
         """
         return plain_value(function(self.model, part)) if self.pipeline is None else self.pipeline.infer(part, function)
+
+    def refuse_mixing(self, what: str, batch: Batch, function: OfTokens, *, index: str, microbatches: int = 1) -> None:
+        """Before `infer` with a function of each token: see `step/_new_values`. Every rank must call it."""
+        refuse_mixing(self._losses, what, batch, microbatches, function, index=index)
 
     def parts(
         self, batch: Batch, microbatches: int, mask: Mask | Sequence[Mask] | None = None

@@ -58,7 +58,10 @@ def token_values(
     function: default, the log-probability of each label; `part` is a microbatch, with cp this rank's tokens of it.
     width: of a function that returns [rows, T, width], as this then does.
     Returns [rows, T] fp64 in the order of the batch, the same on all ranks of a data rank, also those of other stages.
-    Every rank must call it. Wire: forward passes; with cp an all-reduce of [rows, T] over it, with pp one too.
+    Every rank must call it. Wire: forward passes; with cp an all-reduce of [rows, T] over it, with pp one too; for a function
+    that is not of meshkit one of a few numbers over the mesh.
+    Raises: PlanError, on every rank, in the first call of a function of one's own that mixes tokens or rows, of which it gets
+    a part, or of which that cannot be tried and is not vouched for by `mk.step.additive`.
     """
     rows, tokens = batch["input_ids"].shape
     # Microbatches and cp split and reorder tokens. So each token carries its index in the batch along; 0 marks padding, and
@@ -68,8 +71,10 @@ def token_values(
     )
     dims = () if width is None else (width,)
     values = torch.zeros(rows * tokens + 1, *dims, dtype=torch.float64, device=run.mesh.device)
+    numbered = {**batch, TOKEN_INDEX: index_BT}
+    run.refuse_mixing("token_values", numbered, function, index=TOKEN_INDEX, microbatches=microbatches)
     with evaluating(run.model):  # no dropout
-        for part, weight in run.parts({**batch, TOKEN_INDEX: index_BT}, microbatches):
+        for part, weight in run.parts(numbered, microbatches):
             index_of_part = part.pop(TOKEN_INDEX)
             values_of_part = run.infer(part, function)
             # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.

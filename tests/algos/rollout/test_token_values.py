@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 import meshkit as mk
 from meshkit.algos.rollout import example_values, label_log_probs, token_values
 from meshkit.data import Example, pack_step
-from meshkit.errors import DataError
+from meshkit.errors import DataError, PlanError
 from meshkit.loss import token_log_probs
 from tests.tiny import tiny_config
 from tests.world import pool
@@ -116,3 +119,57 @@ def padded_of_ours() -> str:
 
 def test_a_model_that_takes_no_attention_mask_is_not_given_rows_that_need_one() -> None:
     assert "the batch has an attention_mask, but the model's forward takes none" in pool(1).run(padded_of_ours)[0]
+
+
+def doubled(model: Any, part: dict[str, Any], *, log: list[int]) -> torch.Tensor:
+    log.append(len(part["input_ids"]))
+    return 2 * label_log_probs(model, part)
+
+
+def centred(model: Any, part: dict[str, Any]) -> torch.Tensor:
+    values = label_log_probs(model, part)
+    return values - values.mean(1, keepdim=True)
+
+
+def compared(model: Any, part: dict[str, Any]) -> torch.Tensor:
+    values = label_log_probs(model, part)
+    return values - values.mean()
+
+
+def printed(model: Any, part: dict[str, Any]) -> torch.Tensor:
+    print(end="")
+    return label_log_probs(model, part)
+
+
+def own_functions(spec: str, microbatches: int) -> tuple[float, list[int], list[str]]:
+    """(how far twice the log-probabilities are off, rows of each call of that, what is said of each other function)"""
+    mesh = mk.init_mesh(spec)
+    run = build(mesh)
+    ids = torch.randint(SHAPE.vocab_size, (4, 12), generator=torch.Generator().manual_seed(mesh.data_rank))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    of = partial(token_values, run, batch, microbatches=microbatches)
+    log: list[int] = []
+    off = float((of(partial(doubled, log=log)) - 2 * of()).abs().max())
+    said = []
+    functions: list[Callable[..., torch.Tensor]] = [centred, compared, printed, mk.step.additive(partial(printed))]
+    for function in functions:
+        try:
+            of(function)
+            said.append("")
+        except PlanError as error:
+            said.append(str(error))
+    return off, log, said
+
+
+@pytest.mark.parametrize(("spec", "microbatches"), [("dp_shard=2", 1), ("cp=2", 1), ("pp=2", 2), ("tp=2", 1)])
+def test_a_function_that_mixes_tokens_or_rows_is_refused_where_it_sees_a_part(spec: str, microbatches: int) -> None:
+    of_ranks = pool(2).run(own_functions, spec, microbatches)
+    for off, log, (of_rows, of_all, untried, vouched) in of_ranks:
+        assert off == 0
+        assert set(log) <= {4 // microbatches}  # what the trial noted is taken back
+        split = spec != "tp=2"
+        assert ("'centred' mixes tokens or rows" in of_rows) == (spec == "cp=2")
+        assert ("'compared' mixes tokens or rows" in of_all) == split
+        assert ("it calls `print` (test_token_values.py:" in untried) == split
+        assert vouched == ""
+    assert any(log for _, log, _ in of_ranks)
