@@ -27,8 +27,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import TINY
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 MESHES = ("dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "cp=2", "dp_shard=2 tp=2", "pp=2 tp=2", "dp_shard=2 cp=2")
 SECONDS = 20.0  # of a machine with other work; alone each is named within one
 MODEL = replace(TINY, num_hidden_layers=2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.turns import has_turn, take_turns, turn
+from tests.turns import PART_S, ROUND, costs, days_of, has_turn, take_turns, turn
 
 DAYS, EVERY = range(20_000, 20_008), 4
 
@@ -45,3 +46,16 @@ def test_marked_tests_of_other_days_are_left_out() -> None:
     left = list(items)
     take_turns(told, left, None)  # type: ignore[arg-type]
     assert left == items
+
+
+def test_dear_files_come_in_so_many_days_that_a_days_part_is_small() -> None:
+    assert days_of("tests/not_there_yet.py") == 1
+    for file, seconds in costs().items():
+        days = days_of(file)
+        assert days == ROUND or seconds / days <= PART_S
+        assert days == 1 or seconds / (days / 2) > PART_S
+
+
+def test_costs_are_of_files_that_are_there() -> None:
+    root = Path(__file__).parents[1]
+    assert [file for file in costs() if not (root / file).is_file()] == []

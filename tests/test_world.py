@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tests import world
 from tests.world import RankError, World, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[1]
 END_S = 20.0  # it takes milliseconds; the machine may be busy
 # Programs that start three ranks in `hang`, whose process ids they print.

@@ -1,20 +1,31 @@
-"""Tests that take turns: of the dear ones `make test` runs a part, another one each day; `make test-deep`, and pytest, all.
+"""Tests that take turns: of the dear files `make test` runs a part, another one each day; `make test-deep`, and pytest, all.
 
-`pytestmark = pytest.mark.turns(4)` in a file: of each test's cells, and of tests that have none, one in four has its turn.
-The day is that of the last commit, so a commit has the same tests on every machine and in every run.
+What a file costs is in costs.json, and from that follows in how many days each of its cells comes once: cheap files, and
+files that are not in there yet, run always. The day is that of the last commit, so a commit has the same tests on every
+machine and in every run.
+
+    make test TURN= PYTEST_ADDOPTS=--junitxml=costs.xml    # all tests
+    python -m tests.turns costs.xml                        # what they took, into costs.json
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 from zlib import crc32
 
 import pytest
 
 DAY_S = 86_400
+COSTS = Path(__file__).parent / "costs.json"
+PART_S = 12.0  # of a file, a day
+ROUND = 8  # days, at most
 
 
 def turn() -> int | None:
@@ -37,9 +48,9 @@ def take_turns(config: pytest.Config, items: list[pytest.Item], day: int | None)
     kept, waiting = [], []
     for item in items:
         test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("turns")
-        runs = mark is None or has_turn(test, seen[test], *mark.args, day=day)
+        every = mark.args[0] if mark is not None else days_of(test.partition("::")[0])
+        (kept if has_turn(test, seen[test], every, day=day) else waiting).append(item)
         seen[test] += 1
-        (kept if runs else waiting).append(item)
     config.hook.pytest_deselected(items=waiting)
     items[:] = kept
 
@@ -47,3 +58,31 @@ def take_turns(config: pytest.Config, items: list[pytest.Item], day: int | None)
 def has_turn(test: str, cell: int, every: int, *, day: int) -> bool:
     """A test of at least `every` cells has one of them each day, and each cell comes once in `every` days."""
     return (crc32(test.encode()) + cell + day) % every == 0
+
+
+def days_of(file: str) -> int:
+    """In how many days each cell of a file comes once: a power of two up to `ROUND`, so that a day's part takes `PART_S`."""
+    every = 1
+    while every < ROUND and costs().get(file, 0.0) > PART_S * every:
+        every *= 2
+    return every
+
+
+@cache
+def costs() -> dict[str, float]:
+    """file -> seconds of all its tests on one worker, where they are more than `PART_S`. Of one run, on a busy machine: which
+    files are dear is all that is read of it."""
+    found: dict[str, float] = json.loads(COSTS.read_text())
+    return found
+
+
+def costs_of(junit: str) -> dict[str, float]:
+    """Of a report of pytest's."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        seconds[f"{case.attrib['classname'].replace('.', '/')}.py"] += float(case.attrib["time"])
+    return {file: round(spent, 1) for file, spent in sorted(seconds.items()) if spent > PART_S}
+
+
+if __name__ == "__main__":
+    COSTS.write_text(json.dumps(costs_of(sys.argv[1]), indent=1) + "\n")

@@ -21,8 +21,6 @@ from meshkit.errors import CheckpointError
 from tests.checkpoint.training import build, refusal, saved_run
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def saves_with_keep(folder: str, keep: int | None, asynchronous: bool) -> list[list[int]]:
     """The complete steps seen while step after step is saved."""

@@ -26,8 +26,6 @@ from tests.checkpoint.training import CONFIG, build, refusal
 from tests.depth import thin
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 Whole = dict[str, Tensor]
 
 

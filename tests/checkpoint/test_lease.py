@@ -19,8 +19,6 @@ from meshkit.errors import CheckpointError
 from tests.checkpoint.training import build, refusal
 from tests.world import CONTEXT, fork, pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def hold(folder: str, connection: Any, start: float = 0.0) -> None:
     """Try to take the folder at a time, say how it went, and keep it until told."""

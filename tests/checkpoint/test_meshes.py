@@ -17,8 +17,6 @@ from tests.checkpoint.training import CONFIG, build, saved_run
 from tests.depth import DEEP, thin
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 MESHES = [
     (4, "dp_shard=2 tp=2"),
     (4, "tp=4"),

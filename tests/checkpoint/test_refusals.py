@@ -15,8 +15,6 @@ from meshkit.data import Loader
 from tests.checkpoint.training import ROWS, SEQ_LEN, Training, build, refusal, saved_run, tokens
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:

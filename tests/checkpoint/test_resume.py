@@ -17,8 +17,6 @@ from tests.checkpoint.training import SEQ_LEN, build, saved_run
 from tests.depth import thin
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def straight_and_resumed(folder: str, spec: str, options: dict[str, Any]) -> tuple[Any, Any]:
     straight = build(spec, **options)

@@ -14,8 +14,6 @@ from tests.checkpoint.training import build, refusal
 from tests.depth import DEEP, thin
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 LAYERS = 4
 MESHES = [
     (2, "pp=2", "1f1b"),

@@ -15,8 +15,6 @@ from meshkit.errors import CheckpointError, PlanError
 from tests.laws.parity.cases import Cell, batches, build, mesh_for, own_rows, plan_of
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 # bitsandbytes' table, which was computed in fp32.
 NF4 = (
     -1.0,

@@ -16,8 +16,6 @@ from meshkit.step import next_token_loss
 from tests.laws.parity.cases import Cell, build, mesh_for, plan_of
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # only summation order differs
 PAIRS, SEQ_LEN, VOCAB = 5, 40, 64
 STEPS = 2

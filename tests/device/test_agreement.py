@@ -12,8 +12,6 @@ from meshkit.errors import AgreementError
 from meshkit.mesh.agreement import open_difference
 from tests.device.world import run
 
-pytestmark = pytest.mark.turns(4)
-
 
 def _differ() -> tuple[str, str, str]:
     """(before, of the meeting that nobody has looked at, what is raised some meetings later)"""

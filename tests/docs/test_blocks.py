@@ -20,8 +20,6 @@ import pytest
 from tests.recipes.launch import run_alone
 from tests.world import run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCES = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)

@@ -21,7 +21,6 @@ def test_the_glossary_has_every_term_of_the_field() -> None:
     assert not [term for term in TERMS if term.lower() not in words]
 
 
-@pytest.mark.turns(4)
 @pytest.mark.timeout(900)
 def test_the_site_is_built_without_a_warning_and_has_every_class_with_its_methods(tmp_path: Path) -> None:
     """--strict: no dead link, no lost anchor, no page outside of the navigation."""

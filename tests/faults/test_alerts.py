@@ -19,8 +19,6 @@ from meshkit.faults.heartbeat import Entry
 from meshkit.faults.page import Page
 from tests.recipes.launch import run
 
-pytestmark = pytest.mark.turns(4)
-
 SCRIPT = "tests/faults/watched.py"
 HOOK = """
 import json

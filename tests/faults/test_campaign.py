@@ -9,8 +9,6 @@ import pytest
 from tests.depth import deep
 from tests.faults.campaign import ASPECTS, FAULTS, LAUNCHERS, Case, draw, judged, run
 
-pytestmark = pytest.mark.turns(4)
-
 
 def case(fault: str, launcher: str, mesh: str, block: str, rank: int, **more: int) -> Case:
     at = {"number": 7, "step": 3, "moment": 5} | more

@@ -23,8 +23,6 @@ from tests.depth import DEEP
 from tests.laws.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 EVERY = 5
 FLIPS = 72 if DEEP else 2  # of each mesh
 

@@ -16,8 +16,6 @@ from tests.depth import DEEP, deep
 from tests.faults.drill import BLOCKS
 from tests.recipes.launch import TORCHRUN, command_line, finish, read_losses, run, start_command
 
-pytestmark = pytest.mark.turns(4)
-
 SCRIPT = "tests/faults/drill.py"
 END_S = 180.0  # with the start, on a loaded machine
 TIMEOUT_S = 10 if DEEP else 5  # of collectives, where a rank stays away

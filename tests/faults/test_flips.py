@@ -7,8 +7,6 @@ import pytest
 from tests.faults.flips import CELLS, MOMENTS, draw, rows_of
 from tests.laws.parity.cases import Cell
 
-pytestmark = pytest.mark.turns(4)
-
 
 @pytest.mark.parametrize("cell", [CELLS[1], CELLS[3], CELLS[9]], ids=lambda cell: cell.mesh)
 def test_flips_at_any_moment_of_a_step_are_named_by_rank_and_tensor(cell: Cell) -> None:

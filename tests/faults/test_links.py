@@ -23,8 +23,6 @@ from tests.checkpoint.training import build
 from tests.faults.switch import CARD, Switch, switch
 from tests.world import fork, pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_S = 1e-9  # sums of a few numbers
 END_S = 120.0
 

@@ -18,8 +18,6 @@ from tests.laws.parity.cases import Cell, batches, build, own_rows, plan_of
 from tests.planted import of_the_machine
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 RANKS = (1, 3)  # of a world of four
 STRUCK = 3
 HELD_S = 0.2

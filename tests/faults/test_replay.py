@@ -27,8 +27,6 @@ from tests.laws.parity.cases import Cell, Moe, batches, build, memory_of, mesh_f
 from tests.planted import of_the_machine
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 STRUCK = 24 if DEEP else 3  # wrong numbers of each mesh
 
 MESHES = [

@@ -26,8 +26,6 @@ from meshkit.faults.supervise import supervise
 from tests.depth import DEEP, thin
 from tests.recipes.launch import ROOT, TORCHRUN, command_line, finish, start_command
 
-pytestmark = pytest.mark.turns(4)
-
 SCRIPT = str(ROOT / "tests/faults/restarted.py")
 WAIT_S = 120.0
 STEPS = 14

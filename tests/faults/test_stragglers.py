@@ -15,8 +15,6 @@ from meshkit.metrics import Stragglers
 from tests.checkpoint.training import build
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 HELD_S = 0.25
 PLACES = ("loader", "forward", "nowhere")
 

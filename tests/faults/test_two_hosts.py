@@ -24,8 +24,6 @@ from tests.faults.test_restarts import lines
 from tests.recipes.launch import ROOT, TORCHRUN, _run_script, command_line, finish, read_losses, run, start_command
 from tests.world import fork
 
-pytestmark = pytest.mark.turns(4)
-
 SCRIPT = "tests/faults/drill.py"
 STEPS = 16
 END_S = 120.0

@@ -19,8 +19,6 @@ from meshkit.lora._adapter import drop
 from tests.laws.parity.cases import Cell, batches, build, memory_of, mesh_for, own_rows, plan_of
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 DROPOUT, SEED, STEP = 0.3, 4, 7
 WORD = (1 << 64) - 1

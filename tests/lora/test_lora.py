@@ -22,8 +22,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import MAX_NORM, Cell, Moe, batches, build, memory_of, mesh_for, own_rows, plan_of
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 RANK, ALPHA = 3, 5.0
 

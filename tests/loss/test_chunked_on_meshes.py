@@ -23,8 +23,6 @@ from tests.laws.parity.test_precision import BF16_RATIO, errors
 from tests.tiny import draw_parameters, tiny_deepseek
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 CHUNKED = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=5))  # of 16 to 80 tokens: the last chunk is shorter
 
 CELLS = [

@@ -18,8 +18,6 @@ from meshkit.errors import PlanError
 from tests.laws.parity.cases import Cell, batches, build, mesh_for
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 CLASSES = 5
 REFUSED = r"is a mean already, and would be divided again by count, which is"

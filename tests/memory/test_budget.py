@@ -24,8 +24,6 @@ from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import held_bytes
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 PLENTY = mk.strategy.Budget(bytes=1 << 40, rows=2, seq_len=TOKENS)
 

@@ -25,8 +25,6 @@ from tests.laws.parity.test_bytes import observe_step
 from tests.optim.test_host_offload import resume, save_half_way
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 FP8_RATIO = 1.5  # at most so many times the error of one device: parts of a tensor have scales of their own
 CPU = torch.device("cpu")

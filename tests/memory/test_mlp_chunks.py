@@ -23,8 +23,6 @@ from tests.memory.live import Live
 from tests.tiny import TINY
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 EVERY_SECOND = Recompute(mode="full", every=2)
 

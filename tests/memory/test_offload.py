@@ -22,8 +22,6 @@ from tests.depth import DEEP, covering
 from tests.memory.late_streams import LateStreams
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 LAYERS = 4
 BLOCKS = [f"layers.{index}" for index in range(LAYERS)]
 CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=44, num_hidden_layers=LAYERS, head_dim=8)

@@ -16,8 +16,6 @@ from meshkit.memory.offload import offload_of
 from tests.depth import thin
 from tests.memory.late_streams import LateStreams
 
-pytestmark = pytest.mark.turns(4)
-
 WIDTH = 6
 
 

@@ -15,8 +15,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import Cell, Moe, batches, own_rows, run_cell, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 
 

@@ -284,7 +284,6 @@ def held_after_forward(to_disk: bool, folder: str) -> tuple[int, int, list[Tenso
     return held, blocks * rows * size * 4 * (1 + 3 * 4), [param.grad for param in model.parameters()]
 
 
-@pytest.mark.turns(4)
 def test_the_disk_frees_memory(tmp_path: Path) -> None:
     """109 MB of 8 blocks: with the disk the last block (14 MB) and staging memory (8 MiB) stay."""
     ((without, saved, expected),) = pool(1).run(held_after_forward, False, str(tmp_path))

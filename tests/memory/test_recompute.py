@@ -21,8 +21,6 @@ from tests.laws.parity.cases import Cell, build, run_cell
 from tests.laws.parity.test_bytes import observe_step
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 LAYERS = 4
 BLOCKS = [f"layers.{layer}" for layer in range(LAYERS)]

@@ -15,8 +15,6 @@ import torch.distributed as dist
 import meshkit as mk
 from tests.world import fork
 
-pytestmark = pytest.mark.turns(4)
-
 END_S = 60.0
 
 

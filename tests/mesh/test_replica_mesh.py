@@ -8,8 +8,6 @@ import meshkit as mk
 from meshkit.mesh import replica_mesh
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 SPECS = ["dp_replicate=2", "pp=2 dp_replicate=2", "pp=2 dp_replicate=2 tp=2", "dp_replicate=2 dp_shard=2 cp=2 ep=2"]
 
 

@@ -9,8 +9,6 @@ import torch
 from meshkit.errors import MeshkitError
 from meshkit.metrics import FlopsPerToken, Meter, peak_memory
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -31,8 +31,6 @@ from tests.models.test_huggingface_ranks import count_reads
 from tests.world import pool
 from tests.zoo.judge import quiet
 
-pytestmark = pytest.mark.turns(4)
-
 BLOCK = 128
 INDEX = "model.safetensors.index.json"
 # 136 hidden and 200 features: shards of them begin at 68 and 100, within blocks, and the last block of each dim is not full.

@@ -37,8 +37,6 @@ from tests.models.test_moe import deepseek
 from tests.tiny import tiny_config
 from tests.world import pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 RANKS = 4
 
 # 13 tokens, 30 hidden and 22 features: no size is a multiple of 4, and biases of 2 kv heads of 2 leave ranks empty.

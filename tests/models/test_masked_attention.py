@@ -29,8 +29,6 @@ from tests.test_mask import masks
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # only the order of summation differs
 TOL_BF16 = 2e-2  # twice what rounding scores and probabilities to bf16 changes
 TOKENS = 2200  # more pairs than any other tensor has elements

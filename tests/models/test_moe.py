@@ -132,7 +132,6 @@ def test_an_empty_batch_gives_zero_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_layer_reports_the_same_and_has_the_same_gradients(recompute: bool) -> None:
     """With a graph break where a router reports."""

@@ -27,8 +27,6 @@ from tests.zoo.exact import exact
 from tests.zoo.judge import EPS, LR, quiet
 from tests.zoo.sweep import verdict
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-9  # only the order of summation differs
 FOLDINGS = [
     "dp_shard=2 ep=2",

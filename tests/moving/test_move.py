@@ -12,8 +12,6 @@ from tests.depth import thin
 from tests.moving.cases import TOL_FP64, Pair, Side, compare
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 HOST = {"optimizer": OptimizerPolicy(offload=OptimizerOffload())}
 RESIDENT = {"optimizer": OptimizerPolicy(offload=OptimizerOffload(resident=0.5))}
 DELAYED = {"optimizer": OptimizerPolicy(offload=OptimizerOffload(delayed=True))}

@@ -19,8 +19,6 @@ from meshkit.recipes import Session, TrainFlags
 from tests.checkpoint.training import CONFIG, ROWS, SEQ_LEN, refusal, tokens
 from tests.world import RankError, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 STEPS = 6
 TOL_FP64 = 1e-10  # only the order of summation differs
 

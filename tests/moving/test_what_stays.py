@@ -21,8 +21,6 @@ from tests.moving.cases import batch_of, differences, facts
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 
 

@@ -17,8 +17,6 @@ from tests.laws.parity.cases import MAX_NORM, Cell, batches, own_rows, start
 from tests.optim.test_host_offload import backward, net, resume, save_half_way
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 DELAYED = mk.MemoryPolicy(optimizer=OptimizerPolicy(offload=OptimizerOffload(delayed=True)))
 

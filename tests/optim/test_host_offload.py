@@ -26,8 +26,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import MAX_NORM, Cell, Moe, batches, own_rows, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def trained(cell: Cell, offload: OptimizerOffload | None) -> tuple[list[float], list[Tensor], bool]:
     """(norms, parameters and moments of this rank, whether gradients left their parameters) after three steps, with

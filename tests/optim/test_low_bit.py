@@ -22,8 +22,6 @@ from tests.laws.parity.cases import MAX_NORM, Cell, batches, own_rows, start
 from tests.optim.test_host_offload import resume, save_half_way
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 FEW: list[States] = ["8bit", "4bit", "fp8"]
 TOL_FP32 = 2e-6  # of values about 0.1; torchao adds in another order
 # Largest error of a value after storing it, as a share of its block's largest: half the widest gap between two levels.

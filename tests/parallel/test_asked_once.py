@@ -17,8 +17,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import TINY
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def readings(spec: str, rows: int, differ: str = "", patience_s: float = 0.1) -> int:
     """Of this rank, in a first step. differ: what data ranks have of their own, "rows" or "settings". patience_s: for the

@@ -20,8 +20,6 @@ from tests.depth import thin
 from tests.world import RankError, pool
 from tests.zoo.odd import WIDTH, Batch, Layers, Residual, features, row_count, squares
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 # The mesh, and the rows of each of its data ranks.
 SPLITS = [

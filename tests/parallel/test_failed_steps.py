@@ -14,8 +14,6 @@ from tests.compare_shards import difference
 from tests.laws.parity.cases import Cell, batches, build, own_rows, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(2)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 
 

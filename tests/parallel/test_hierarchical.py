@@ -24,8 +24,6 @@ from tests.parallel.test_shardings import check, without_tokens
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(2)
-
 TOL_FP64_SUM = 1e-12  # only the order of summation differs
 NODES = [
     "dp_shard=2x2",

@@ -46,8 +46,6 @@ from tests.parallel.test_wires import against_definition, steps
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(2)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 NESTED = "dp_replicate=2 dp_shard=2x2"
 ROWS = [

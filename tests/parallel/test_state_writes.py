@@ -23,8 +23,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 from tests.zoo.odd import ROWS, WIDTH, Counter, Layers, Residual, RunningMean, features, row_count, squares
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 BLOCKS = mk.Plan(blocks=["blocks.*"])
 GIVEN = Example((torch.empty(ROWS, WIDTH, dtype=torch.float64),))

@@ -22,8 +22,6 @@ from tests.zoo.decoders import Plain
 from tests.zoo.nasty import FunctionalCall
 from tests.zoo.odd import WIDTH, Layers
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-12  # only the order of summation differs
 GATHERED = [MeshSpec(dp_shard=2), MeshSpec(dp_replicate=2), MeshSpec(cp=2), MeshSpec(dp_shard=2, tp=2)]
 OF_UNITS = [

@@ -21,8 +21,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 from tests.zoo.odd import ROWS, WIDTH, Layers, features, row_count, squares
 
-pytestmark = pytest.mark.turns(4)
-
 Middle = Callable[["Reads", Tensor], Any]
 
 

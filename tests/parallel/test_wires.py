@@ -21,8 +21,6 @@ from tests.compare_shards import computed_once, difference
 from tests.laws.parity.cases import ADAM, MAX_NORM, Cell, Moe, batches, build, own_rows, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(2)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 BLOCK = 128
 

@@ -16,7 +16,6 @@ from tests.recipes.small import MESHES, flags_of, step_of, write_inputs
 from tests.world import RankError, pool
 
 pytestmark = [
-    pytest.mark.turns(4),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks transformers for it
 ]
 

@@ -15,8 +15,6 @@ from tests.depth import thin
 from tests.recipes.small import MESHES, RECIPES, flags_of, step_of, write_inputs
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 CELLS = [(recipe, mesh) for recipe in RECIPES for mesh in MESHES]
 
 

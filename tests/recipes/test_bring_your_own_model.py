@@ -6,8 +6,6 @@ import pytest
 
 from tests.recipes.launch import run
 
-pytestmark = pytest.mark.turns(4)
-
 SCRIPT = "examples/bring_your_own_model.py"
 
 

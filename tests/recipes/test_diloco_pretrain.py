@@ -8,8 +8,6 @@ import pytest
 
 from tests.recipes.launch import command_line, read_losses, run
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/diloco_pretrain.py"
 
 

@@ -16,8 +16,6 @@ from tests.recipes.launch import ROOT, command_line, read_losses, run
 from tests.recipes.pairs import write_pairs
 from tests.recipes.test_reward_model import seen_last
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/dpo.py"
 TOL_FP32_SUM = 2e-5  # relative; another mesh sums in another order, and steps amplify it
 TOL_STORED = 1e-4  # relative; fp32 numbers in the file

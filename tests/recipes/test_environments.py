@@ -14,8 +14,6 @@ from meshkit.recipes.environments import environment_of
 from meshkit.recipes.tasks import load_tasks
 from tests.recipes.launch import command_line, run
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/grpo.py"
 TOL_CURVE = 1e-4  # relative; fp32 sums in another order
 GAME = '''

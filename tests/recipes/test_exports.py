@@ -29,7 +29,6 @@ from tests.tiny import tiny_config
 from tests.world import pool
 
 pytestmark = [
-    pytest.mark.turns(4),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks it
 ]
 

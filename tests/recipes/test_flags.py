@@ -27,8 +27,6 @@ from meshkit.strategy import (
 )
 from tests.recipes.launch import ROOT, read_losses, run, run_alone, write_corpus
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/llama_pretrain.py"
 
 UNLIKE_FLAGS = Strategy(

@@ -11,8 +11,6 @@ from meshkit.errors import PlanError
 from meshkit.preflight.forecast import MeasuredStep, Told
 from tests.recipes.launch import command_line, run
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/llama_pretrain.py"
 TOLD = Told(seconds=2.0, by_axis={"computing": 1.5, "tp": 0.5}, device="d", level="datasheet")
 

@@ -34,8 +34,6 @@ from tests.recipes.test_bad_input import RECIPES, config_of, outside
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 FLAGS, FILES, COMMANDS = (900, 900, 300) if DEEP else (140, 110, 60)
 LIMIT_S = 10.0
 LONGEST = 1500

@@ -8,8 +8,6 @@ import pytest
 
 from tests.recipes.launch import ROOT, command_line, finish, read_losses, run, start, wait_for_step
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/llama_pretrain.py"
 GOLDEN = ROOT / "tests" / "golden" / "llama_pretrain.json"
 TOL_GOLDEN = 2e-5  # relative; other processors and torch versions sum in another order, and steps amplify it

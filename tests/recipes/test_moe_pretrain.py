@@ -13,8 +13,6 @@ from meshkit.models import LlamaConfig, save_config
 from tests.depth import thin
 from tests.recipes.launch import command_line, read_losses, run
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/moe_pretrain.py"
 TOL_ONE_RANK = 2e-5  # relative; sums are in another order, and steps amplify it
 STEPS, LAYERS, EXPERTS, CELL_PX = 12, 4, 8, 12

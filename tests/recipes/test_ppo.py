@@ -12,8 +12,6 @@ from tests.recipes.launch import command_line, run
 from tests.recipes.small import flags_of, step_of, write_inputs
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/ppo.py"
 TOL_CURVE = (
     1e-4  # relative; fp32 sums in another order, and steps amplify it: so few of them that every draw is the same

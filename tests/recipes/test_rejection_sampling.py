@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.recipes.launch import command_line, run
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/rejection_sampling.py"
 TOL_CURVE = (
     1e-4  # relative; fp32 sums in another order, and steps amplify it: so few of them that every draw is the same

@@ -14,8 +14,6 @@ from meshkit.recipes.replanning import without_flags
 from meshkit.strategy import Strategy
 from tests.recipes.launch import command_line, finish, start
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/llama_pretrain.py"
 
 

@@ -13,8 +13,6 @@ from meshkit.models import RewardModel, config_from_pretrained, load_pretrained
 from tests.recipes.launch import ROOT, command_line, read_losses, run
 from tests.recipes.pairs import write_pairs
 
-pytestmark = pytest.mark.turns(4)
-
 RECIPE = "examples/reward_model.py"
 TOL_FP32_SUM = 2e-5  # relative; another mesh sums in another order, and steps amplify it
 TOL_FP32 = 1e-5

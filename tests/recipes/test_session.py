@@ -21,8 +21,6 @@ from meshkit.preflight.waits import recording
 from meshkit.recipes import Session, StepFlags
 from tests.world import RankError, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 
 def tiny_run(mesh: mk.Mesh) -> tuple[mk.Run, torch.optim.Optimizer]:
     torch.manual_seed(0)

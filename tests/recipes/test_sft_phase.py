@@ -18,8 +18,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.recipes.launch import read_losses
 from tests.world import pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # another mesh sums in another order
 SIZES = {"steps": 4, "global_batch": 3, "seq_len": TOKENS, "seed": 0, "lr_kind": "cosine", "warmup_steps": 2}
 

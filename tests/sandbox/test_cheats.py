@@ -11,8 +11,6 @@ from meshkit.algos.rewards import SandboxLimits, UnitTests, score
 from meshkit.algos.rollout import Rollout
 from tests.sandbox.cheats import ROWS, cheats
 
-pytestmark = pytest.mark.turns(4)
-
 REWARD = UnitTests(limits=SandboxLimits(wall_s=20.0, cpu_s=2, memory_bytes=256 << 20))
 
 

@@ -33,7 +33,6 @@ SLACK_S = 6.0
 """for a busy machine to start processes and to end them"""
 
 pytestmark = [
-    pytest.mark.turns(4),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the programs have numbers of x86-64's system calls"),
     pytest.mark.timeout(JOB_S + 60),
 ]

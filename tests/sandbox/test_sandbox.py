@@ -19,8 +19,6 @@ from meshkit.algos.rollout import Rollout
 from meshkit.errors import RewardError
 from meshkit.sandbox import SandboxLimits, _jail, run_sandboxed
 
-pytestmark = pytest.mark.turns(4)
-
 # The pipe has the number that it has in the process of the tests, which may hold many files open.
 TO_EVERY_PIPE = """
 import contextlib, os

@@ -21,8 +21,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 CELLS = [
     Cell(model="lora", mesh="pp=2 tp=2", sequence=True, schedule="zbv"),
     Cell(model="transformers", mesh="cp=2 tp=2"),

@@ -16,8 +16,6 @@ from tests.recipes.launch import ROOT, finish, read_losses, start_command, write
 
 pytest.importorskip("hatchling", reason="builds the wheel; in the extra `dev`")
 
-pytestmark = pytest.mark.turns(2)
-
 FLAGS = ["--steps", "2", "--seq-len", "64", "--global-batch", "2", "--eval-every", "0", "--save-every", "0"]
 FLAGS += ["--warmup-steps", "0", "--sample-tokens", "2"]
 

@@ -27,8 +27,6 @@ from tests.zoo.case import Cell, tokens
 from tests.zoo.exact import exact
 from tests.zoo.judge import TOL_FP64, quiet, split_share
 
-pytestmark = pytest.mark.turns(4)
-
 # Soft-caps, windows, scaled residuals, parallel residuals, q/k norms full-width and per head, joined projections, rotary
 # halves, biases everywhere, learned positions, stacked experts.
 TEN = ["gemma2", "gemma3_text", "granite", "cohere2", "olmo2", "phi3", "glm4", "gpt_neox", "starcoder2", "olmoe"]

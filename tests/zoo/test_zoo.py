@@ -21,8 +21,6 @@ from tests.zoo.page import generation, page
 from tests.zoo.part import EQUAL, REFUSED
 from tests.zoo.sweep import Row, is_current, tree, verdict
 
-pytestmark = pytest.mark.turns(4)
-
 PLAIN = Cell.of("odd.Plain", "dp_shard=2")
 
 

@@ -16,8 +16,6 @@ from meshkit.algos.dataflow import Call, Flow, Sample, Sync, program
 from meshkit.errors import DataError, PlanError, StepError
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 PROMPTS = (3, 0, 5, 1)
 """of the iterations: uneven, one without any, one with fewer than ranks"""
 

@@ -21,8 +21,6 @@ from meshkit.algos.dataflow._buffer import Buffer, Groups
 from meshkit.errors import DataError, PlanError, StepError
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 PROMPTS = (3, 5, 0, 4, 1)
 """of the iterations: uneven, one without any, one with fewer than ranks"""
 

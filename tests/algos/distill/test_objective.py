@@ -23,8 +23,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # law 1
 EXAMPLES, ROW = 7, 24
 STUDENT = tiny_config(vocab_size=61)

@@ -24,8 +24,6 @@ from tests.algos.rollout.test_generate import EXPERTS, PLAIN, TOL_FP64, VOCABULA
 from tests.laws.parity.cases import Cell, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 SAMPLING = Sampling(max_new_tokens=3, temperature=0.9, stop_ids=(4, 11))
 PROMPTS = [Prompt(ids=np.arange(2, 2 + n) * 7 % VOCABULARY, key=70 + n, fields={"secret": n}) for n in (3, 1, 9, 5, 2)]
 TURNS = 5

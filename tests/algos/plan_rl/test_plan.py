@@ -30,8 +30,6 @@ from tests.recipes.launch import run
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[3]
 TOL_NORMS = 0.05  # relative: beside weights and cache, a decode step reads and writes activations and norms
 H100 = Cluster.read("h100")

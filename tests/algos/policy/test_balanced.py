@@ -42,8 +42,6 @@ from tests.algos.policy.test_objective import (
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 LOG_PROBS = partial(label_log_probs, temperature=TEMPERATURE)
 
 

@@ -35,8 +35,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # law 1
 CONFIG = tiny_config()
 BETA, PAIRS, TOKENS = 0.3, 5, 32

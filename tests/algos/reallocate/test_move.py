@@ -23,8 +23,6 @@ from tests.algos.reallocate.cases import DENSE, EXPERTS, FEW_HEADS, TIED_ODD, Mo
 from tests.tiny import TINY
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 BUCKET_BYTES = 4096
 
 

@@ -16,8 +16,6 @@ import meshkit as mk
 from meshkit.algos.reallocate import Layout, ReallocationPlan, TensorRegions, layout_of, plan_reallocation
 from tests.algos.reallocate.cases import DENSE, MODELS, TIED_ODD, Model, whole_model
 
-pytestmark = pytest.mark.turns(4)
-
 SPECS = {
     1: ["tp=1"],
     2: ["dp_shard=2", "tp=2", "pp=2", "dp_replicate=2", "cp=2"],

@@ -32,8 +32,6 @@ from meshkit.models.reward import REWARD_PLAN, RewardModel
 from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # only summation order differs
 
 

@@ -32,8 +32,6 @@ from tests.models.families import transformers_model
 from tests.tiny import draw_parameters, tiny_deepseek
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # attention over a cache and over whole rows sums in other orders
 VOCABULARY = 61  # which no tp here divides
 PROMPTS = [Prompt(ids=np.arange(3, 3 + length) * 7 % VOCABULARY, key=100 + length) for length in (5, 1, 16, 9, 23)]

@@ -28,8 +28,6 @@ from tests.laws.parity.cases import Cell, start
 from tests.models.families import transformers_model
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 SAMPLES = 3
 UPDATES = (2, 1, 4)
 """tokens after which weights arrive"""

@@ -16,8 +16,6 @@ from tests.models.families import transformers_model
 from tests.tiny import tiny_config
 from tests.world import RankError, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP32 = 1e-6  # issue 23: the log-probability gap of a five-turn rollout
 TURNS = 5
 SAMPLING = Sampling(max_new_tokens=4, temperature=0.7, stop_ids=(4, 11))

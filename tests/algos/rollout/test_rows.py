@@ -27,8 +27,6 @@ from tests.zoo.decoders import Plain
 from tests.zoo.exact import exact
 from tests.zoo.sweep import verdict
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-9  # only the order of summation differs
 CELLS = {
     ("llama", "dp_shard=1, generate"): "cache; as transformers' generate",

@@ -28,8 +28,6 @@ from meshkit.models import Llama, load_pretrained, save_pretrained
 from tests.tiny import tiny_config
 from tests.world import fork
 
-pytestmark = pytest.mark.turns(4)
-
 SHARD = 1000
 HOST = "127.0.0.1"
 QUICK = {"host": HOST, "poll_s": 0.02, "timeout_s": 5.0}

@@ -23,8 +23,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import tiny_config
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 CONFIG = tiny_config(
     vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, head_dim=4
 )

@@ -17,8 +17,6 @@ from meshkit.preflight.order import EAGER, LAZY, Call, Event, deadlock, gathered
 from tests.tiny import tiny_config
 from tests.world import pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 WORLD = 6
 TIMEOUT = timedelta(seconds=60)
 splits = pytest.mark.skipif(

@@ -23,8 +23,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import ROWS, TOKENS, Cell, Moe, batches, build, mesh_for, own_rows, plan_of, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 CHUNKED = mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=5))
 CELLS = [
     Cell(mesh="dp_shard=4"),

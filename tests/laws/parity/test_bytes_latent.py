@@ -17,8 +17,6 @@ from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 CONFIG = DeepseekV3Config(
     vocab_size=64,
     hidden_size=32,

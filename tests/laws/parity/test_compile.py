@@ -16,8 +16,6 @@ from tests.depth import DEEP
 from tests.laws.parity.cases import Cell, Moe, Outcome, run_cell
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 
 

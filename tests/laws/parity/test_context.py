@@ -11,8 +11,6 @@ from tests.depth import covering, deal, deep, draws, thin
 from tests.laws.parity.cases import Cell
 from tests.laws.parity.test_parity import CHOICES, check, choices
 
-pytestmark = pytest.mark.turns(4)
-
 # How the ranks are shared between cp and the other axes.
 FEW = [
     (2, "cp=2"),

@@ -21,8 +21,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.tiny import draw_parameters
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 SHAPE = {
     "vocab_size": 61,

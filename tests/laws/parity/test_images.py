@@ -17,8 +17,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.laws.parity.images_and_text import PLAN, ImagesAndText, batch_of, loss
 from tests.world import RankError, pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # only summation order differs
 IMAGES = [2, 1, 0, 0]  # of each row: the second rank of dp_shard=2 has none
 WHOLE = mk.strategy.ContextPolicy(whole=("images",))

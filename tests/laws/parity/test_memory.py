@@ -21,8 +21,6 @@ from tests.laws.parity.cases import MAX_NORM, Cell, Moe, batches, build, own_row
 from tests.laws.parity.test_bytes import observe_step
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 ON_HOST = OptimizerPolicy(offload=OptimizerOffload())
 WITH_EXPERTS = Moe(shared=24)

@@ -13,8 +13,6 @@ from tests.depth import covering, deal, deep, draws, thin
 from tests.laws.parity.cases import Cell
 from tests.laws.parity.test_parity import check
 
-pytestmark = pytest.mark.turns(4)
-
 MESHES = [
     (1, "tp=1"),
     (2, "cp=2"),

@@ -12,8 +12,6 @@ from tests.depth import covering, deal, deep, draws, thin
 from tests.laws.parity.cases import Cell, build, run_cell
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 TOL_FP32 = 1e-5  # relative to values of order 1; parameters are not compared, Adam amplifies noise in zero gradients
 

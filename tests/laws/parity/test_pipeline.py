@@ -14,8 +14,6 @@ from tests.depth import covering, deal, deep, draws, thin
 from tests.laws.parity.cases import Cell
 from tests.laws.parity.test_parity import CHOICES, check, choices
 
-pytestmark = pytest.mark.turns(4)
-
 SCHEDULES = [
     "gpipe",
     "1f1b",

@@ -23,8 +23,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import Cell, Moe, batches, build, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 
 

@@ -12,8 +12,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import Cell, Moe, batches, own_rows, reference, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 BF16_RATIO = 2.0  # law 1: at most twice the error of one bf16 device
 
 

@@ -28,8 +28,6 @@ from tests.laws.parity.cases import ADAM, MAX_NORM, Cell, Moe, Outcome, batches,
 from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10  # only the order of summation differs
 
 

@@ -14,8 +14,6 @@ from tests.laws.parity.cases import Cell, batches, mesh_for, own_rows
 from tests.tiny import draw_parameters
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
 
 

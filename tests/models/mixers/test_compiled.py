@@ -12,8 +12,6 @@ from meshkit.models import GatedDeltaConfig, Hybrid, HybridConfig, LlamaConfig, 
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 DECODER = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

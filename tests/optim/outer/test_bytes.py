@@ -16,8 +16,6 @@ from meshkit.preflight.explain import Message
 from tests.optim.outer.test_local_updates import TOKENS, adamw, data, model
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 CASES: list[tuple[Policy, str, int]] = [
     (LocalSGD(every=3), "dp_replicate=3", 3),
     (DiLoCo(every=2, wire="int8"), "dp_replicate=2 dp_shard=2", 4),

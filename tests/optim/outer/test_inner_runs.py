@@ -22,8 +22,6 @@ from tests.optim.outer.test_local_updates import TOL_FP64_SUM, adamw, data, mode
 from tests.tiny import draw_parameters
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 EXPERTS = MixtralConfig(
     vocab_size=31,
     hidden_size=16,

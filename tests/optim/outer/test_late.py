@@ -14,8 +14,6 @@ from tests.device.world import run as run_late
 from tests.optim.outer.test_local_updates import data, model, sgd
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_DEVICE = 1e-5  # fp32; the device's kernels are the host's, in another order of chunks
 
 

@@ -22,8 +22,6 @@ from tests.zoo import causal
 from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64_SUM = 1e-10  # only summation order differs
 CONFIG = tiny_config(vocab_size=31, intermediate_size=20, num_hidden_layers=3)
 ROWS, TOKENS = 4, 8

@@ -12,8 +12,6 @@ from meshkit.preflight.order import EAGER, LAZY, deadlock, gathered, mismatches,
 from tests.optim.outer.test_local_updates import data, model, sgd
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 CASES: list[tuple[str, Policy]] = [
     ("dp_replicate=2 tp=2", DiLoCo(every=2)),
     ("pp=2 dp_replicate=2", DiLoCo(every=6, fragments=3, delay=2, wire="int8")),

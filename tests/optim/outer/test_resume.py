@@ -17,8 +17,6 @@ from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer, Policy, Q
 from tests.optim.outer.test_local_updates import CONFIG, adamw, data
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 STEPS = 9
 
 

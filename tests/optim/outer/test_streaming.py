@@ -27,8 +27,6 @@ from tests.optim.outer.test_local_updates import (
 )
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 
 def fragment(name: str) -> int:
     """Of three, by hand: block i is in fragment i, embedding, norm and head where there is least, in the model's order."""

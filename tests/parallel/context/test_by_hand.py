@@ -30,8 +30,6 @@ from tests.zoo import causal
 from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS, VOCABULARY
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 LONGEST = 32  # as many as the model is read on, and more
 

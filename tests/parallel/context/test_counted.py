@@ -26,8 +26,6 @@ from tests.laws.parity.test_bytes import assert_alike, seen_and_said
 from tests.parallel.context.test_modules import TOKENS, VOCAB, OwnBlock, OwnModel
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 LR = 1e-2
 

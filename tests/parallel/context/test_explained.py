@@ -16,8 +16,6 @@ from tests.world import pool
 from tests.zoo import causal
 from tests.zoo.shrink import VOCABULARY
 
-pytestmark = pytest.mark.turns(4)
-
 
 def observed(kind: str, scheme: str) -> tuple[Counter[Message], Counter[Message]]:
     torch.manual_seed(0)

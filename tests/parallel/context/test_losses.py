@@ -22,8 +22,6 @@ from tests.zoo import causal
 from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS
 
-pytestmark = pytest.mark.turns(2)
-
 TOL = 1e-10
 Part = dict[str, Tensor]
 

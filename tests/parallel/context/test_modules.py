@@ -23,8 +23,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.parallel.context.compared import worst_difference
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 ROWS, TOKENS, VOCAB = 3, 13, 17
 

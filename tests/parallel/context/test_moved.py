@@ -28,8 +28,6 @@ from tests.world import pool
 from tests.zoo import causal
 from tests.zoo.shrink import DATA_IDS
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 LONGEST = 32  # as many as the model is read on, and more
 

@@ -18,8 +18,6 @@ from tests.laws.parity.cases import mesh_for
 from tests.parallel.context.test_attention import Case, check, inputs, oracle, own, split_mask
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 SCHEMES = {
     "ring": ContextPolicy(scheme="ring"),
     "all_gather": ContextPolicy(scheme="all_gather"),

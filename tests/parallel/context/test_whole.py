@@ -27,8 +27,6 @@ from tests.world import pool
 from tests.zoo import causal
 from tests.zoo.shrink import VOCABULARY
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10
 
 

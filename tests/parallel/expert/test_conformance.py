@@ -23,8 +23,6 @@ from meshkit.strategy import Capacity, ExpertPolicy
 from tests.laws.parity.cases import Cell, Moe, batches, mesh_for, own_rows, start
 from tests.world import RankError, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 CPU = torch.device("cpu")
 
 

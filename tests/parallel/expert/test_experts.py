@@ -27,8 +27,6 @@ from tests.laws.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.laws.parity.test_parity import check
 from tests.world import RankError, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 FOLDINGS = [
     (ranks, f"{dense} {folded}")
     for ranks, dense, foldings in [

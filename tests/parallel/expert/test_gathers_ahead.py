@@ -15,8 +15,6 @@ from meshkit.parallel.expert import AllToAll
 from tests.laws.parity.cases import Cell, Moe, batches, own_rows, start
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 LAYERS = 4
 
 

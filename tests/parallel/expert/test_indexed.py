@@ -21,8 +21,6 @@ from tests.compare_shards import difference
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64, TOL_FP32 = 1e-10, 1e-4  # only the order of summation differs, of numbers up to 50
 WIDTH, FEATURES, EXPERTS, CHOSEN = 8, 11, 5, 2  # neither ranks of ep nor of etp share them evenly
 CONFIG: dict[str, Any] = {

@@ -34,8 +34,6 @@ from tests.zoo import causal
 from tests.zoo.exact import exact
 from tests.zoo.shrink import DATA_IDS
 
-pytestmark = pytest.mark.turns(4)
-
 MOE = Moe(experts=5, shared=24)
 # Of 5 rows of 16 tokens a rank has at most 3, or 2; each token chooses 2 experts. No cell has as many rows for one rank.
 CELLS = [

@@ -19,8 +19,6 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import simulate, write_csv
 from meshkit.parallel.pipeline.schedules import NAMES, auto, interleaved, one_f_one_b
 
-pytestmark = pytest.mark.turns(4)
-
 
 def meshkit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setattr(sys, "argv", ["meshkit", *words.split()])

@@ -14,8 +14,6 @@ from tests.world import RankError, pool
 from tests.zoo.case import Cell
 from tests.zoo.sweep import verdict
 
-pytestmark = pytest.mark.turns(4)
-
 
 @pytest.mark.parametrize("name", ["DtypeOfFirst", "CountsElements", "CountsTied", "CountsModules", "CountsInLoss"])
 def test_parameters_of_other_stages_are_counted(name: str) -> None:

@@ -17,8 +17,6 @@ from tests.depth import thin
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.world import pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-12
 WIDTH, ROWS, STEPS = 8, 8, 3
 

@@ -17,8 +17,6 @@ from tests.zoo import blocks, decoders, paths
 from tests.zoo.decoders import Plain
 from tests.zoo.shrink import VOCABULARY
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 1e-10  # only the order of summation differs
 
 

@@ -21,8 +21,6 @@ from meshkit.parallel.pipeline.schedules import NAMES, named
 from tests.laws.parity.cases import Cell, batches, build, mesh_for, start
 from tests.world import RankError, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 RANKS, MICROBATCHES = 4, 8
 ATTEMPTS = 8
 F_S, I_S, W_S = 0.045, 0.0675, 0.0375  # of all stages of a rank together

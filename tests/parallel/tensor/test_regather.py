@@ -22,8 +22,6 @@ from tests.laws.parity.test_bytes import observe_step
 from tests.memory.live import held_bytes
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 TOL_FP64 = 1e-10
 REGATHER = mk.MemoryPolicy(regather=True)
 HEADS, KV_HEADS, HEAD_DIM, FFN, ROWS, TOKENS = 32, 8, 4, 448, 2, 32

@@ -28,8 +28,6 @@ from tests.preflight.check.planted import PLANTED, Planted
 from tests.tiny import tiny_config
 from tests.world import CONTEXT, RankError, fork, pool, run_ranks
 
-pytestmark = pytest.mark.turns(4)
-
 PAGE = Path(__file__).parents[3] / "docs" / "check.md"
 # Relatives of what is looked at by default.
 RIGHT_DEEP = {

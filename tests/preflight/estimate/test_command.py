@@ -13,8 +13,6 @@ from meshkit.errors import PlanError
 from meshkit.preflight.estimate.command import parse_bytes
 from tests.recipes.launch import ROOT
 
-pytestmark = pytest.mark.turns(4)
-
 LLAMA = str(ROOT / "examples" / "llama_pretrain.py")
 
 RECIPE = """

@@ -23,8 +23,6 @@ from meshkit.strategy import LEVELS
 from tests.depth import covering, thin
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 SMALL = tiny_config(
     vocab_size=4096, hidden_size=128, intermediate_size=448, num_hidden_layers=6, num_key_value_heads=1, head_dim=32
 )

@@ -30,8 +30,6 @@ from meshkit.preflight.estimate._drawing import thin
 from meshkit.preflight.estimate._shapes import Shapes
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 SMALL = tiny_config(vocab_size=512, hidden_size=128, intermediate_size=448, num_key_value_heads=1, head_dim=32)
 BF16 = mk.MemoryPolicy(precision=mk.strategy.Precision())
 

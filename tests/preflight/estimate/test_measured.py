@@ -15,8 +15,6 @@ from meshkit.preflight.estimate._estimate import count_parameters, result, track
 from tests.tiny import tiny_config
 from tests.world import pool
 
-pytestmark = pytest.mark.turns(4)
-
 SHAPE = tiny_config(
     vocab_size=1000, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=6, head_dim=16
 )

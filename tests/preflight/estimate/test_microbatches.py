@@ -11,8 +11,6 @@ from meshkit.models import LLAMA_PLAN, Llama, meta_parameters
 from meshkit.preflight.estimate._microbatches import rows_of
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 TOL = 0.004  # token ids and positions of the rows that are not run, 2 x 8 B a token
 CONFIG = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=224, num_hidden_layers=4)
 PP = mk.strategy.PipelinePolicy

@@ -16,8 +16,6 @@ from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.optim import LowBitAdamW, OffloadedAdamW
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 SHAPE = tiny_config(
     vocab_size=512, hidden_size=128, intermediate_size=448, num_hidden_layers=4, num_key_value_heads=1, head_dim=32
 )

@@ -21,8 +21,6 @@ from meshkit.program import read_program
 from meshkit.resolve import resolve
 from tests.tiny import tiny_config
 
-pytestmark = pytest.mark.turns(4)
-
 ROOT = Path(__file__).parents[3]
 CONFIG = tiny_config(num_hidden_layers=4)
 

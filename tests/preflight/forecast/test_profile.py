@@ -16,8 +16,6 @@ from meshkit.program import read_program
 from meshkit.resolve import resolve
 from tests.tiny import tiny_config, tiny_deepseek
 
-pytestmark = pytest.mark.turns(4)
-
 ROWS, TOKENS = 2, 16
 RING = mk.strategy.ContextPolicy(scheme="ring")
 

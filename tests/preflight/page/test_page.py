@@ -26,8 +26,6 @@ from meshkit.preflight.estimate import Estimate
 from meshkit.preflight.explain import PHASES, Explanation, explain
 from tests.laws.parity.cases import Cell, Moe, build, plan_of
 
-pytestmark = pytest.mark.turns(4)
-
 ROWS, TOKENS = 4, 16
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is on the PATH")

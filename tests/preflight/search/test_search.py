@@ -29,8 +29,6 @@ from meshkit.step import next_token_loss
 from meshkit.strategy import LEVELS as RANK
 from meshkit.strategy import DataPolicy
 
-pytestmark = pytest.mark.turns(8)
-
 RECIPE = Path(__file__).parents[3] / "examples" / "llama_pretrain.py"
 
 
