@@ -24,8 +24,8 @@ import pytest
 
 DAY_S = 86_400
 COSTS = Path(__file__).parent / "costs.json"
-PART_S = 12.0  # of a file, a day
-ROUND = 8  # days, at most
+PART_S = 4.0  # of a file, a day
+ROUND = 16  # days, at most
 
 
 def turn() -> int | None:
@@ -70,7 +70,7 @@ def days_of(file: str) -> int:
 
 @cache
 def costs() -> dict[str, float]:
-    """file -> seconds of all its tests on one worker, where they are more than `PART_S`. Of one run, on a busy machine: which
+    """file -> seconds of all its tests on one worker, where they are more than `PART_S`. Of a few runs on two cores: which
     files are dear is all that is read of it."""
     found: dict[str, float] = json.loads(COSTS.read_text())
     return found

@@ -54,7 +54,7 @@ def misread_by(
     None also where it is not shown, and for a loss that raises of rows that are one: it would in the step.
     """
     trial, ids = trial or Trial(loss), batch["input_ids"]
-    two = {n: more_rows(x, (_ROWS, *x.shape[1:])) if x.shape[:2] == ids.shape[:2] else x for n, x in batch.items()}
+    two = {n: more_rows(x, (_ROWS, *x.shape[1:])) if x.ndim and len(x) == len(ids) else x for n, x in batch.items()}
     with _torch.without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         part = _few(two, two["input_ids"])
         outputs = _outputs_of(model, part, seed=0, dim=1, given="position_ids" in batch)
