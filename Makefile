@@ -25,7 +25,7 @@ WORKERS := -n auto --maxprocesses 4
 # Of the dear ones a part, another one each day (tests/turns.py); test-deep runs all, on more cells.
 test: install
 	MESHKIT_TEST_TURN=$(TURN) $(PYTEST) $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gate and not alone"
-	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
+	MESHKIT_TEST_TURN=$(TURN) $(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
 
 test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(MAKE) test TURN=

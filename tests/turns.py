@@ -24,7 +24,7 @@ import pytest
 
 DAY_S = 86_400
 COSTS = Path(__file__).parent / "costs.json"
-PART_S = 4.0  # of a file, a day
+PART_S = 3.0  # of a file, a day
 ROUND = 16  # days, at most
 
 

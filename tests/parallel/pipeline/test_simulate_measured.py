@@ -6,7 +6,7 @@ import json
 import time
 import weakref
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -98,82 +98,83 @@ def total(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def every_schedule() -> dict[str, tuple[float, float, list[int], str]]:
-    """name -> measured and simulated makespan, peak of activations on this rank, and the trace of both."""
-    found = {}
-    for name in NAMES:
-        stages = named(name)(RANKS, MICROBATCHES).stages
-        model = Sleepers(stages)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(0.5)
-        run = mk.parallelize(
-            model,
-            mesh_for(f"pp={RANKS}"),
-            plan=mk.Plan(blocks=("blocks.*",)),
-            pipeline=mk.strategy.PipelinePolicy(schedule=name),
-        )
-        batch = {"input_ids": torch.ones(MICROBATCHES, 2, dtype=torch.long)}
-        step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
-        step(microbatches=MICROBATCHES)  # connections are made now, and the program is read
-        assert run.pipeline is not None
-        schedule = run.pipeline.schedule(MICROBATCHES)
-        share = RANKS / stages
-        simulation = simulate(
-            schedule,
-            Times(f_s=F_S * share, i_s=I_S * share, w_s=W_S * share, freed_by_i=1.0, freed_by_w=1.0),
-        )
-        makespan = inf
-        for _ in range(ATTEMPTS):  # a busy machine only ever adds time
-            account.peak = account.live
-            assert account.live == 0
-            with run.pipeline.record() as recording:
-                step(microbatches=MICROBATCHES)
-            measured = recording.gather()
-            makespan = min(makespan, max(m.end_s for m in measured) - min(m.start_s for m in measured))
-            if makespan <= 1.07 * simulation.makespan_s:
-                break
-        peaks = [account.peak, int(simulation.peak_units[run.pipeline.rank])]
-        found[name] = (makespan, simulation.makespan_s, peaks, trace(simulation, measured))
-    return found
+Real = tuple[float, float, list[int], str]
 
 
-@pytest.fixture(scope="module")
-def real() -> list[dict[str, tuple[float, float, list[int], str]]]:
-    return pool(RANKS).run(every_schedule)
+def of_schedule(name: str) -> Real:
+    """Measured and simulated makespan, peak of activations on this rank, and the trace of both."""
+    stages = named(name)(RANKS, MICROBATCHES).stages
+    model = Sleepers(stages)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    run = mk.parallelize(
+        model,
+        mesh_for(f"pp={RANKS}"),
+        plan=mk.Plan(blocks=("blocks.*",)),
+        pipeline=mk.strategy.PipelinePolicy(schedule=name),
+    )
+    batch = {"input_ids": torch.ones(MICROBATCHES, 2, dtype=torch.long)}
+    step = partial(run.forward_backward, batch, loss=total, count=lambda b: torch.tensor(1))
+    step(microbatches=MICROBATCHES)  # connections are made now, and the program is read
+    assert run.pipeline is not None
+    schedule = run.pipeline.schedule(MICROBATCHES)
+    share = RANKS / stages
+    simulation = simulate(
+        schedule,
+        Times(f_s=F_S * share, i_s=I_S * share, w_s=W_S * share, freed_by_i=1.0, freed_by_w=1.0),
+    )
+    makespan = inf
+    for _ in range(ATTEMPTS):  # a busy machine only ever adds time
+        account.peak = account.live
+        assert account.live == 0
+        with run.pipeline.record() as recording:
+            step(microbatches=MICROBATCHES)
+        measured = recording.gather()
+        makespan = min(makespan, max(m.end_s for m in measured) - min(m.start_s for m in measured))
+        if makespan <= 1.07 * simulation.makespan_s:
+            break
+    peaks = [account.peak, int(simulation.peak_units[run.pipeline.rank])]
+    return makespan, simulation.makespan_s, peaks, trace(simulation, measured)
+
+
+@cache
+def real(name: str) -> list[Real]:
+    """Of each rank."""
+    return pool(RANKS).run(of_schedule, name)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_of_sleeping_stages_takes_as_long_as_simulated(real: list[dict], name: str) -> None:
-    measured, simulated, _, _ = real[0][name]
+def test_a_step_of_sleeping_stages_takes_as_long_as_simulated(name: str) -> None:
+    measured, simulated, _, _ = real(name)[0]
     assert measured == pytest.approx(simulated, rel=0.1)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
-def test_activations_alive_are_those_of_the_simulator(real: list[dict], name: str) -> None:
-    for rank in real:
-        alive, counted = rank[name][2]
+def test_activations_alive_are_those_of_the_simulator(name: str) -> None:
+    for _, _, (alive, counted), _ in real(name):
         assert alive == counted
 
 
 @pytest.mark.alone
-def test_zero_bubble_schedules_beat_1f1b(real: list[dict]) -> None:
-    measured = {name: found[0] for name, found in real[0].items()}
+def test_zero_bubble_schedules_beat_1f1b() -> None:
+    names = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
+    measured = {name: real(name)[0][0] for name in names}
     assert measured["zb-h1"] < measured["1f1b"] < measured["gpipe"] * 1.02
     assert measured["zb-h2"] < measured["zb-h1"]
     assert measured["zbv"] < measured["interleaved"]
 
 
 @pytest.mark.alone
-def test_the_trace_of_a_real_step_has_every_task_beside_the_simulated_one(real: list[dict]) -> None:
-    for name in NAMES:
-        lanes: dict[int, list[str]] = {0: [], 1: []}
-        for event in json.loads(real[0][name][3])["traceEvents"]:
-            if event["ph"] == "X":
-                lanes[event["tid"]] += event["name"].split("+")
-        assert sorted(lanes[0]) == sorted(lanes[1])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trace_of_a_real_step_has_every_task_beside_the_simulated_one(name: str) -> None:
+    lanes: dict[int, list[str]] = {0: [], 1: []}
+    for event in json.loads(real(name)[0][3])["traceEvents"]:
+        if event["ph"] == "X":
+            lanes[event["tid"]] += event["name"].split("+")
+    assert sorted(lanes[0]) == sorted(lanes[1])
 
 
 def bytes_alive(cell: Cell) -> tuple[int, float]:
