@@ -190,6 +190,7 @@ def by_position(run: mk.Run, tokens: Tokens, tokenizer: Tokenizer, config: Confi
     batches = evaluation_batches(tokens, seq_len=config.seq_len, batch=rows, rank=mesh.data_rank, ranks=mesh.data_ranks)
     for _, batch in zip(range(config.eval_batches), batches, strict=False):
         seen = None if window is None else document_masks(batch, window=window)
+        # Vouched for: a label counts in its bucket alone, whatever else there is.
         loss, counted = run.evaluate(batch, loss=mk.step.additive(nats), count=labels_and_bytes, mask=seen)
         total += torch.cat([loss[:, None], counted], dim=1)
     return total

@@ -95,7 +95,7 @@ class LossWatch:
         what: str = "forward_backward",
         rows: str | None = None,
         tokens: str | None = None,
-        misread: str = "",
+        misread: str | None = None,
         untried: str = "",
         error: Exception | None = None,
         carries: bool = False,
@@ -103,7 +103,7 @@ class LossWatch:
         self.func, self.count, self.what, self.untried, self._error = func, count, what, untried, error
         self._between = "between" in (rows, tokens)
         seen = _MIXES_TOKENS if tokens == "neither" else _MIXES if rows == "neither" else _CARRIES if carries else 0.0
-        self.verdict = _MISREADS.get(misread) or seen or (_UNTRIED if untried else 0.0)
+        self.verdict = _MISREADS.get(misread or "") or seen or (_UNTRIED if untried else 0.0)
         self.means = torch.zeros((), dtype=torch.float64, device=device)
         self._of_no_mean = _MIXES_TOKENS if tokens == "between" else 0.0
         self.excluded = False

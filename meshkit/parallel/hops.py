@@ -7,6 +7,7 @@ there, and the sums are reduced over the outer one once a step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
@@ -104,7 +105,7 @@ class UnitCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class UnitReduction(UnitCollective):
+class UnitReduction(UnitCollective, ABC):
     """As FSDP calls one."""
 
     def __call__(
@@ -117,9 +118,9 @@ class UnitReduction(UnitCollective):
     ) -> None:
         self.reduce(output_tensor, input_tensor, group, op)
 
+    @abstractmethod
     def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """whole: [ranks x elements of a part]; out: [elements of a part], their sum."""
-        raise NotImplementedError
 
 
 class _Gather(UnitCollective):

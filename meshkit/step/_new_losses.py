@@ -27,7 +27,7 @@ class Judgement:
 
     rows: OfParts | None = None
     tokens: OfParts | None = None
-    misread: str = ""
+    misread: Laid | None = None
     untried: str = ""
     error: Exception | None = None
     carries: bool = False
@@ -68,15 +68,16 @@ class NewLosses:
         trial = Trial(loss)
         known = is_ours(loss) or is_vouched(loss)
         rows, tokens = (None, None) if known else self._tried(what, trial, batch, microbatches, mask)
-        misread = tokens == "sum" and misread_by(without_values(self.model), loss, batch, layouts, trial)
+        is_sum = tokens == "sum" and layouts
+        misread = misread_by(without_values(self.model), loss, batch, layouts, trial) if is_sum else None
         # Of a loss that was tried with other numbers a trial that shows nothing, as of a factor that is nan now, is no news.
         untried = "" if held.kind in self.known[key].kinds else trial.why
         return Judgement(
             rows=rows,
             tokens=tokens,
-            misread=misread or "",
+            misread=misread,
             untried=untried,
-            error=trial.error,
+            error=trial.error if untried else None,
             carries=trial.carries and microbatches > 1,
         )
 

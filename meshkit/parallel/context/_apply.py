@@ -94,6 +94,8 @@ def context_parallel(
     # Calls of scaled_dot_product_attention never read positions, so position_ids cannot mark documents for them: causal over
     # the whole row. Nor can they where the model masks its scores itself.
     documents = not doors.intercepted and not doors.by_hand
+    # Models of transformers look for documents where there is no attention_mask.
+    padded_documents = not is_transformers(reader.program.model)
     module.__dict__["_context"] = Context(
         mesh,
         policy,
@@ -103,9 +105,7 @@ def context_parallel(
         attends=doors.attends,
         widths=frozenset(each.width for each in doors.mixers if each.width),
         documents=documents,
-        padded_documents=not is_transformers(
-            reader.program.model
-        ),  # they look for documents where there is no such mask
+        padded_documents=padded_documents,
         own_masks=doors.by_hand,
         costs=length_costs(
             reader.program,

@@ -260,7 +260,7 @@ def test_a_loss_that_reads_the_number_of_rows_is_refused_where_they_are_laid_end
         assert evaluation == text.replace("forward_backward", "evaluate")
 
 
-def test_a_loss_that_adds_something_for_filling_is_refused_where_a_rank_has_some() -> None:
+def test_a_loss_of_so_few_tokens_that_ranks_are_filled_up_cannot_be_tried() -> None:
     one, _ = model_and_batch()
     ids = torch.randint(1, 17, (4, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = float(of_targets(one, {"input_ids": ids, "targets": ids}).detach())
