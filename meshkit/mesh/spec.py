@@ -49,7 +49,7 @@ class MeshSpec:
     dp_intra: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in dataclasses.asdict(self).items():
+        for axis, size in vars(self).items():
             if axis in ("ep", "etp", "dp_intra") and size == -1:
                 raise MeshError(f"mesh {axis}=-1: only {', '.join(DENSE_AXES)} can be -1. Give {axis} a size.")
             # True is an int in Python, and would be a size of 1.

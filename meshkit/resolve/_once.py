@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from meshkit.errors import MeshkitError
-from meshkit.program import Program
+from meshkit.program import Program, mode_of
 
 Made = TypeVar("Made")
 _MADE: WeakKeyDictionary[Program, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -18,7 +18,7 @@ def once(program: Program, key: Hashable, make: Callable[[], Made]) -> Made:
 
     A refusal is kept too, and raised again. Modes of modules are part of the key, for proofs depend on them.
     """
-    mode = tuple(module.training for module in program.model.modules())
+    mode = mode_of(program.model)
     try:
         known = _MADE.setdefault(program, {})
         found = (key, mode) in known

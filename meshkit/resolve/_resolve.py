@@ -19,7 +19,14 @@ from meshkit.parallel.context import Doors, plan_context, refuse_counted, refuse
 from meshkit.parallel.expert import plan_experts, refuse_sequence_balance
 from meshkit.parallel.other_calls import refuse_other_calls
 from meshkit.parallel.parameter_hooks import refuse_hooks
-from meshkit.parallel.pipeline import Cut, generator_of, plan_pipeline, refuse_more_stages
+from meshkit.parallel.pipeline import (
+    Cut,
+    Staged,
+    generator_of,
+    place_stages,
+    refuse_more_stages,
+    stage_model,
+)
 from meshkit.parallel.pipeline.schedules import NAMES
 from meshkit.parallel.rows import of_rows, refuse_mixed_rows
 from meshkit.parallel.shardings import shardings_of
@@ -233,21 +240,24 @@ def _plan_cut(
             if program.example is not None:
                 raise  # else it takes something else
 
-    def planned() -> Cut:
-        return plan_pipeline(
-            program.model,
-            spec.pp,
-            blocks=names.blocks,
-            schedule=policy.schedule,
-            split=policy.stages,
-            example=program.example,
-            closed=closed,
-            read=read,
+    read_with = frozenset(closed), spec.tp, spec.cp > 1
+
+    def staged(count: int) -> Staged:
+        return once(
+            program,
+            ("stages", count, policy.stages, names.blocks, read_with),
+            lambda: stage_model(
+                program.model,
+                count,
+                blocks=names.blocks,
+                split=policy.stages,
+                example=program.example,
+                closed=closed,
+                read=read,
+            ),
         )
 
-    # A name has one table; a file or a function may have another one the next time.
-    key = ("cut", policy.schedule, policy.stages, spec.pp, names.blocks, frozenset(closed), spec.tp, spec.cp > 1)
-    cut = once(program, key, planned) if policy.schedule in NAMES else planned()
+    cut = place_stages(staged, spec.pp, policy.schedule)
     refuse_idle_ranks(program, cut, spec.pp)
     if strategy.microbatches is not None:
         cut.checked(spec.pp, strategy.microbatches)

@@ -11,7 +11,7 @@ from tests.device.mistakes import MISTAKES, Mistake
 from tests.device.world import run
 from tests.laws.gate.cell import Cell
 
-pytestmark = [pytest.mark.gate, pytest.mark.turns(4)]
+pytestmark = [pytest.mark.gate, pytest.mark.turns(8)]
 CELLS = list(dict.fromkeys(mistake.cell for mistake in MISTAKES))
 WIDER = [
     Cell(sizes="uneven", mesh="dp_shard=2", offload="host", optimizer="host", recompute="selective", microbatches=2),

@@ -13,7 +13,7 @@ from tests.device.world import run
 from tests.recipes.launch import command_line, write_corpus
 from tests.recipes.small import RECIPES, flags_of, step_of, write_inputs
 
-pytestmark = [pytest.mark.gate, pytest.mark.turns(4)]
+pytestmark = [pytest.mark.gate, pytest.mark.turns(8)]
 TEXT = {
     "steps": 2,
     "warmup-steps": 1,

@@ -6,8 +6,11 @@ from ._check import peak_live as peak_live
 from ._csv import read_csv as read_csv
 from ._csv import write_csv as write_csv
 from ._cut import Cut as Cut
+from ._cut import Staged as Staged
 from ._cut import generator_of as generator_of
+from ._cut import place_stages as place_stages
 from ._cut import plan_pipeline as plan_pipeline
+from ._cut import stage_model as stage_model
 from ._dependencies import Dependency as Dependency
 from ._dependencies import dependencies as dependencies
 from ._paths import Path as Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,26 +21,34 @@ from meshkit.parallel.pipeline.schedules import NAMES, Generator, named
 from meshkit.program import Example, ReadingError, Trace, example_of, tensors, trace, twice
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a model is cut into stages.
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A model in stages, whichever ranks they are on.
 
-    splits_backward: gradients of weights have rows of their own (W). width: features of the hidden state; None where
-    something else crosses a cut. tied: (name in the head, name in the tail) of each parameter that both hold. tensors: those
-    of the full model, on meta. read: whether the program told in which order modules are called. no_skips: why no microbatch
-    can skip a stage, where the program told. ways: (from, to) of messages between ranks in the table that was given, or in
-    that of two microbatches.
+    width: features of the hidden state; None where something else crosses a cut. tied: (name in the head, name in the tail)
+    of each parameter that both hold. tensors: those of the full model, on meta. read: whether the program told in which order
+    modules are called. no_skips: why no microbatch can skip a stage, where the program told.
     """
 
     stages: Stages
-    generate: Generator
-    placement: tuple[int, ...]
-    splits_backward: bool
     width: int | None
     tied: tuple[tuple[str, str], ...]
     tensors: dict[str, Tensor]
     read: bool = False
     no_skips: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Staged):
+    """How a model is cut into stages, and which rank has which of them when.
+
+    splits_backward: gradients of weights have rows of their own (W). ways: (from, to) of messages between ranks in the table
+    that was given, or in that of two microbatches.
+    """
+
+    generate: Generator
+    placement: tuple[int, ...]
+    splits_backward: bool
     ways: frozenset[tuple[int, int]] = frozenset()
 
     @property
@@ -53,13 +61,18 @@ class Cut:
         """Whether the schedule has a name: such a table passes all stages, and is the same each time."""
         return self.generate in NAMES.values()
 
+    def table(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule's table. A name's is known to run to its end; another one is checked."""
+        return _made(self.generate, ranks, microbatches) if self.named else self.checked(ranks, microbatches).schedule
+
     def checked(self, ranks: int, microbatches: int) -> Checked:
-        """The schedule's table, checked. That of a name is kept: a file's or a function's may be another the next time.
+        """The same, checked. A name's is kept: a file's or a function's may be another one the next time.
 
         Raises: PlanError where there is none, and where it skips stages of a model that does not allow it.
         """
-        made = _checked if self.named else _checked.__wrapped__
-        checked = made(self.generate, ranks, microbatches)
+        checked = (
+            _checked(self.generate, ranks, microbatches) if self.named else check(self.generate(ranks, microbatches))
+        )
         refuse_skips(checked.schedule, self.no_skips)
         return checked
 
@@ -109,8 +122,61 @@ class Cut:
 
 
 @lru_cache(maxsize=256)
+def _made(generate: Generator, ranks: int, microbatches: int) -> Schedule:
+    return generate(ranks, microbatches)
+
+
+@lru_cache(maxsize=256)
 def _checked(generate: Generator, ranks: int, microbatches: int) -> Checked:
-    return check(generate(ranks, microbatches))
+    return check(_made(generate, ranks, microbatches))
+
+
+def stage_model(
+    model: nn.Module,
+    count: int,
+    *,
+    blocks: Sequence[str],
+    split: Sequence[int] | None = None,
+    example: Example | None = None,
+    closed: Mapping[str, str] | None = None,
+    read: Trace | None = None,
+) -> Staged:
+    """Share the model's blocks among `count` stages. Arguments and errors are those of `plan_pipeline`."""
+    read = read or _trace(model, example, closed or {})
+    stages = plan_stages(model, blocks, count, split=split, read=read)
+    width: int | None
+    no_skips = ""
+    if read is None:
+        width = _hidden_width(model, stages)
+    else:
+        rows_tokens = next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ())
+        flow = flow_of(read, model, stages)
+        width, no_skips = flow.width(rows_tokens), why_not_skip(flow)
+    return Staged(
+        stages=stages,
+        width=width,
+        tied=_tied(model, stages),
+        tensors=_tensors(model),
+        read=read is not None,
+        no_skips=no_skips,
+    )
+
+
+def place_stages(staged: Callable[[int], Staged], ranks: int, schedule: Generator | Schedule | str) -> Cut:
+    """Put stages on ranks. staged: of how many stages -> the model in so many."""
+    schedule = _read(schedule)
+    generate = generator_of(schedule)
+    # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
+    table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
+    if table.world != ranks:
+        raise PlanError(_wrong_table(table, ranks, table.microbatches))
+    return Cut(
+        **vars(staged(table.stages)),
+        generate=generate,
+        placement=table.placement,
+        splits_backward=table.splits_backward,
+        ways=table.ways,
+    )
 
 
 def plan_pipeline(
@@ -132,34 +198,10 @@ def plan_pipeline(
     hidden state is taken to cross each cut until the first step shows what does.
     Raises: PlanError for a model that cannot be cut so, and for a table that is wrong.
     """
-    schedule = _read(schedule)
-    generate = generator_of(schedule)
-    # Two microbatches show where a schedule puts its stages, and whether it has rows for weight gradients.
-    table = schedule if isinstance(schedule, Schedule) else generate(ranks, 2)
-    if table.world != ranks:
-        raise PlanError(_wrong_table(table, ranks, table.microbatches))
-    read = read or _trace(model, example, closed or {})
-    stages = plan_stages(model, blocks, table.stages, split=split, read=read)
-    width: int | None
-    no_skips = ""
-    if read is None:
-        width = _hidden_width(model, stages)
-    else:
-        rows_tokens = next((ref.shape[:2] for ref in tensors(tuple(read.inputs.values()))), ())
-        flow = flow_of(read, model, stages)
-        width, no_skips = flow.width(rows_tokens), why_not_skip(flow)
-    tied = _tied(model, stages)
-    return Cut(
-        stages=stages,
-        generate=generate,
-        placement=table.placement,
-        splits_backward=table.splits_backward,
-        width=width,
-        tied=tied,
-        tensors=_tensors(model),
-        read=read is not None,
-        no_skips=no_skips,
-        ways=table.ways,
+    return place_stages(
+        lambda count: stage_model(model, count, blocks=blocks, split=split, example=example, closed=closed, read=read),
+        ranks,
+        schedule,
     )
 
 

@@ -307,18 +307,15 @@ def _refuse_split_blocks(layout: TensorLayout, name: str, module: nn.Module) -> 
 def _add_container(
     layout: TensorLayout, name: str, module: nn.Module, style: Style, modules: dict[str, nn.Module]
 ) -> None:
-    columns = [
-        child
-        for child in modules
-        if child.startswith(name + ".") and getattr(layout.styles.get(child), "kind", "") == "column"
-    ]
+    below = (f"{name}.{child}" for child, _ in module.named_modules(remove_duplicate=False) if child)
+    inside = [child for child in below if child in layout.styles]
+    columns = [child for child in inside if layout.styles[child].kind == "column"]
     if not columns:
         raise PlanError(f"plan: {style} on {name!r} enters the axis for its column() children, but has none.")
     if style.each:
         return
     layout.shared_entry.update(dict.fromkeys(columns, name))
     # The region's input is that of its first linear layer, which may be a replicated projection before the columns.
-    inside = [child for child in modules if child.startswith(name + ".") and child in layout.styles]
     first = next(child for child in inside if is_linear(modules[child]))
     width = linear_of(first, modules[first], "column").in_features
     layout.calls.append(Call(module=name, kind="enter", width=width, whole=layout.is_in_whole(name)))

@@ -555,6 +555,6 @@ def alive_of(cut: Cut, ranks: int, microbatches: int) -> Alive | None:
 def table_of(cut: Cut, ranks: int, microbatches: int) -> Schedule | None:
     """None where there is none."""
     try:
-        return cut.checked(ranks, microbatches).schedule
+        return cut.table(ranks, microbatches)
     except MeshkitError:
         return None
