@@ -183,7 +183,6 @@ class Run:
             batch = {**batch, KEYS: dropout_keys(batch, seed=adapters.seed, step=step)}
         self.last_call = (batch, microbatches, loss, mask)
         loss = watch or loss
-        self._refuse_batch_norm(microbatches)
         if self.old is not None:
             self.old.begin_step()
         if self.rows is not None:
@@ -297,21 +296,23 @@ class Run:
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
         changed = "" if self.later is None else self.later.refusal(microbatches)
-        unlike = ""
-        if self.rows is not None and isinstance(microbatches, int) and microbatches > 0:
-            mine_of = (value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
-            unlike = self.rows.refusal(next(mine_of, 0), microbatches)
+        unlike = normalised = ""
+        if isinstance(microbatches, int) and microbatches > 0:
+            normalised = self._normalised_refusal(microbatches)
+            if self.rows is not None:
+                mine_of = (value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+                unlike = self.rows.refusal(next(mine_of, 0), microbatches)
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
         facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
-        facts["numbers of rows"] = unlike or "none"
+        facts |= {"numbers of rows": unlike or "none", "rows that are normalised": normalised or "none"}
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
         verdict = torch.tensor(0.0 if watch is None else watch.verdict, dtype=torch.float64)
         # An evaluation may count several things: they do not fit into the message.
         numbers = [to_device(verdict, self.mesh.device), *([] if mine.ndim else [mine])]
         summed = self.mesh.agreement.meet(what, *numbers, facts=facts, rows=rows)
-        if changed or unlike:
-            raise PlanError(changed or unlike)
+        if refusal := changed or unlike or normalised:
+            raise PlanError(refusal)
         if watch is not None:
             watch.refuse(summed[0])
         elif summed[0].device == HOST:  # new on another rank; a device's host does not wait for that in each step
@@ -362,16 +363,17 @@ class Run:
     def _explained(self) -> AbstractContextManager[None]:
         return explained(self.model, self.resolved.program.model, self.mesh["tp"].size())
 
-    def _refuse_batch_norm(self, microbatches: int) -> None:
-        """`resolve` refuses it too, but a model may be put into training mode later."""
+    def _normalised_refusal(self, microbatches: int) -> str:
+        """Of BatchNorm: `resolve` refuses it too, but a model may be put into training mode later. Empty where there is none."""
         ranks = self.mesh.tokens.size() > 1
         for name, module in self._batch_norms:
             if (ranks and normalises_by_rows(module)) or (microbatches > 1 and normalises_by_rows(module, synced=True)):
                 some = "rank" if ranks and microbatches == 1 else "microbatch" if not ranks else "rank and microbatch"
-                raise PlanError(
+                return (
                     f"{name!r} is a {type(module).__name__}, and in training mode it normalises by the rows of one {some}. "
                     f"Call run.model.get_submodule({name!r}).eval() before the step."
                 )
+        return ""
 
     @cached_property
     def _batch_norms(self) -> list[tuple[str, nn.Module]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "xmod": {"default_language": "en_XX"},
 }
-ALIASES = ("gpt-sw3", "internlm3", "iquestcoder")  # of another type's class
 # Why a type is no decoder of token ids that can be built here.
 SKIPPED: dict[str, str] = {
     "blt": "takes bytes, cut into patches by a second model",
@@ -67,9 +67,13 @@ SKIPPED: dict[str, str] = {
 @cache
 def types() -> dict[str, str]:
     """Type of each model -> its class, each class once."""
-    # The last of several types is the one of text alone, or the one that has the class in its own module.
-    last = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind not in ALIASES}
-    return {kind: name for name, kind in last.items()}
+    kinds: dict[str, list[str]] = {}
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        kinds.setdefault(name, []).append(kind)
+    # Of several types the one that has the class in a module of its own; of those the last, which is that of text alone.
+    return {
+        [kind for kind in of if len(of) == 1 or hasattr(_module(kind), name)][-1]: name for name, of in kinds.items()
+    }
 
 
 def names() -> list[str]:
@@ -116,6 +120,9 @@ def config_of(kind: str) -> PretrainedConfig:
 
 
 def model_class(kind: str) -> type[nn.Module]:
-    module = importlib.import_module(f"transformers.models.{module_of(kind)}")
-    found: type[nn.Module] = getattr(module, types()[kind])
+    found: type[nn.Module] = getattr(_module(kind), types()[kind])
     return found
+
+
+def _module(kind: str) -> ModuleType:
+    return importlib.import_module(f"transformers.models.{module_of(kind)}")

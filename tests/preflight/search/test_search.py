@@ -39,9 +39,9 @@ def dense(**changes):
         return mk.models.Llama(mk.models.LlamaConfig(**(sizes | heads | changes)))
 
 
-def moe():
+def moe(experts=4):
     with torch.device("meta"):
-        return mk.models.Mixtral(MOE)
+        return mk.models.Mixtral(replace(MOE, num_local_experts=experts))
 
 
 def _moe_config():
@@ -133,14 +133,14 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed, space, ran
 def test_the_states_of_a_bound_are_those_that_a_rank_holds(mesh):
     """Experts are shared by the ranks of tp too, whatever ep and etp are."""
     strategy = replace(EXPERTS, mesh=mk.MeshSpec.parse(mesh))
-    pricing = Pricing(moe(), CLUSTER, BATCH, next_token_loss, "time")
+    pricing = Pricing(moe(experts=8), CLUSTER, BATCH, next_token_loss, "time")  # at least one for each of 8 ranks
     at_peak = pricing.peak(strategy).at_peak
     states = at_peak["parameters"] + at_peak["optimizer state"]
     elements, spec = pricing.elements(strategy), strategy.mesh_for()
     bound = 3 * 4 * elements.total / spec.dp_shard
     assert bound <= states
     assert bound > 0.9 * states  # tp may leave embeddings whole
-    assert elements.experts.sum() == 3 * 4 * 3 * 128 * 256 / (spec.ep * spec.etp)
+    assert elements.experts.sum() == 3 * 8 * 3 * 128 * 256 / (spec.ep * spec.etp)
 
 
 def test_nothing_fits():
