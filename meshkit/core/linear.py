@@ -22,7 +22,9 @@ class LinearShape:
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
-    """The shape of a linear layer; None of another module."""
+    """The shape of a linear layer; None of another module, also of one that has more parameters than a weight and a bias."""
+    if any(param is not None for key, param in module._parameters.items() if key not in ("weight", "bias")):
+        return None
     if isinstance(module, nn.Linear):
         return LinearShape(module.in_features, module.out_features)
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":

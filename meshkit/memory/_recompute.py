@@ -220,26 +220,30 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
     patch_class(block, forward=recomputed_forward)
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of transformers' blocks
+_CACHES = ("past_key_values", "cache", "past_key_value", "layer_past")  # arguments of transformers' blocks
 
 
 def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a block that runs again in backward, where it would find its own keys in the cache that it put them into
     (config.use_cache=True, the default of transformers). Training reads none, so it is given none."""
-    names = list(inspect.signature(forward).parameters)
+    parameters = inspect.signature(forward).parameters
+    names = list(parameters)
     places = [names.index(name) for name in _CACHES if name in names]
-    if not places:
+    if not places and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return forward
 
     @functools.wraps(forward)
     def forward_without_cache(*args: Any, **kwargs: Any) -> Any:
-        def given(value: Any) -> Any:
-            return value if getattr(value, "keeps_nothing", False) else None
-
-        args = tuple(given(each) if place in places else each for place, each in enumerate(args))
-        return forward(*args, **{name: given(each) if name in _CACHES else each for name, each in kwargs.items()})
+        args = tuple(_given(each) if place in places else each for place, each in enumerate(args))
+        return forward(*args, **{name: _given(each) if name in _CACHES else each for name, each in kwargs.items()})
 
     return forward_without_cache
+
+
+def _given(value: Any) -> Any:
+    """None for a cache of transformers; what else has such a name is the model's own."""
+    of_theirs = any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+    return None if of_theirs and not getattr(value, "keeps_nothing", False) else value
 
 
 def _keep_all_but_regions(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

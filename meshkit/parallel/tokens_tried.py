@@ -6,6 +6,7 @@ the shapes that it returns go into the loss, once of all tokens and once of each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -175,11 +176,12 @@ class _Outputs:
         self.calls, self.own = 0, torch.empty(0, dtype=torch.int64)
         self.laid: Laid | None = None
         self.stand_in = without_values(model)
-        patch_class(
-            self.stand_in,
-            forward=lambda _, *args, **kwargs: self.output(args, kwargs),
-            restart=lambda _: self.begin(self.own, self.laid),
-        )
+
+        @functools.wraps(type(model).forward)  # a loss may ask what it takes
+        def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.output(args, kwargs)
+
+        patch_class(self.stand_in, forward=forward, restart=lambda _: self.begin(self.own, self.laid))
 
     def begin(self, own: Tensor, laid: Laid | None = None) -> None:
         self.calls, self.own, self.laid = 0, own, laid

@@ -78,4 +78,5 @@ def _joined(mask: Mask | Sequence[Mask] | None) -> Mask | None:
 
 def _moved(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """On the device. Split before, so that of a batch on the host only this rank's tokens are copied."""
-    return {name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in part.items()}
+    moved = {name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in part.items()}
+    return type(part)(moved)

@@ -364,7 +364,7 @@ class Run:
         return explained(self.model, self.resolved.program.model, self.mesh["tp"].size())
 
     def _normalised_refusal(self, microbatches: int) -> str:
-        """Of BatchNorm: `resolve` refuses it too, but a model may be put into training mode later. Empty where there is none."""
+        """Of BatchNorm, or empty: `resolve` refuses it too, but a model may be put into training mode later."""
         ranks = self.mesh.tokens.size() > 1
         for name, module in self._batch_norms:
             if (ranks and normalises_by_rows(module)) or (microbatches > 1 and normalises_by_rows(module, synced=True)):

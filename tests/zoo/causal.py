@@ -32,6 +32,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
+    "dory": {"use_cache": False},  # its own cache raises in training, on one device too
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},

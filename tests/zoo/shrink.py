@@ -82,7 +82,7 @@ LAYER_COUNTS = r"^(num_hidden_layers|n_layers?|num_layers)$"
 
 
 def tiny(kind: type[PretrainedConfig], **changed: Any) -> PretrainedConfig:
-    """The config with few and small layers, nothing at random, no cache; with these fields as they are given."""
+    """The config with few and small layers, and nothing at random; with these fields as they are given."""
     was = kind()
     names = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", "args")]
     values = {name: _value(was, name) for name in names}
@@ -94,7 +94,7 @@ def tiny(kind: type[PretrainedConfig], **changed: Any) -> PretrainedConfig:
     fields |= {name: _kinds(value, layers) for name, value in lists.items()}
     if "kv_lora_rank" in fields:  # latent attention: every query head has its own keys, and one part of them rotates
         fields |= {"num_key_value_heads": HEADS, "head_dim": fields.get("qk_rope_head_dim")}
-    fields |= {"use_cache": False, "is_decoder": True}
+    fields |= {"is_decoder": True}
     fields = {name: value for name, value in fields.items() if name in names and value is not None}
     config = kind(**fields | changed)
     config._experts_implementation = "eager"  # the others have no fp64

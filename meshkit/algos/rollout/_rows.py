@@ -25,7 +25,7 @@ Ids = Sequence[Tensor]
 Way = Literal["padded", "plain", "positions"]
 
 # What a forward takes and returns a cache as; most of transformers' models have the first, those of state spaces the second.
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+CACHES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 READ = "read_token"  # of a whole row: 0, or the place of the token's logits among those that are read, from 1 on
 PADDED_TO = 16  # where a length is dear: on tp, cp and pp a call with a new one is read before it runs
 

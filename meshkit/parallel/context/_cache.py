@@ -23,7 +23,7 @@ from meshkit.parallel.context._whole import is_split
 
 def takes_cache(model: nn.Module) -> bool:
     """Whether the model attends to what a cache of transformers gives back."""
-    return is_transformers(model) and "past_key_values" in inspect.signature(model.forward).parameters
+    return is_transformers(model) and bool(_name_of_cache(model))
 
 
 def with_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,9 +33,15 @@ def with_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_with_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_split(mask_of_forward()):
             return forward(self, *args, **kwargs)
-        return forward(self, *args, **{**kwargs, **not_kept(self), "past_key_values": _cache_of_ranks()()})
+        return forward(self, *args, **{**kwargs, **not_kept(self), _name_of_cache(self): _cache_of_ranks()()})
 
     return forward_with_cache
+
+
+def _name_of_cache(model: nn.Module) -> str:
+    """Of the argument of its forward; it is another one from transformers 5.24 on. Empty where it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache") if name in parameters), "")
 
 
 def not_kept(model: nn.Module) -> dict[str, bool]:

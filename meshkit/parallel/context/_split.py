@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,26 @@ from meshkit.parallel.context._split_mask import SplitMask, token_index
 from meshkit.parallel.context._traffic import Shape
 from meshkit.parallel.lengths import LengthCosts, LengthPlan, Pace
 from meshkit.strategy import ContextPolicy
+
+
+class Unpadded(dict[str, Any]):
+    """A part of a batch without its attention_mask, which its `mask` follows: a loss that asks for one is told."""
+
+    def __missing__(self, name: str) -> Any:
+        return self._refuse(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, default) if name in self else self._refuse(name, default)
+
+    def _refuse(self, name: str, *default: Any) -> Any:
+        if name == "attention_mask":
+            raise DataError(
+                "the loss reads attention_mask, and with cp a part of a batch has none: the model sees it in `mask`. Give "
+                "the model model_inputs(model, part), and a loss that weighs tokens by it a copy by another name."
+            )
+        if default:
+            return default[0]
+        raise KeyError(name)
 
 
 @dataclass(eq=False)
@@ -93,7 +114,7 @@ class Context:
         )
         if self.widths:
             split_mask.plan_mixers(self.widths)
-        return {**split, "mask": split_mask}
+        return _part({**split, "mask": split_mask}, given)
 
     def split_step(
         self, batch: dict[str, Tensor], microbatches: int, mask: Mask | None, *, pace: Pace
@@ -138,7 +159,7 @@ class Context:
             self._refuse_different_batches(flat["input_ids"][0, to_device(places, flat["input_ids"].device)], layout)
             own, count = token_index(layout, self.rank)
             split_mask = SplitMask(layout, self.axis, given=given, has_rows=False)
-            yield {**_shards(flat, places[own], count), "mask": split_mask}
+            yield _part({**_shards(flat, places[own], count), "mask": split_mask}, given)
 
     def _by_position(self, batch: dict[str, Tensor]) -> bool:
         return self.padded_documents or "attention_mask" not in batch
@@ -204,6 +225,10 @@ def _mask_of(batch: dict[str, Tensor], rows: int, tokens: int, mask: Mask | None
         return Mask.causal(tokens)
     mask = Mask.from_positions(batch["position_ids"])
     return Mask.causal(tokens) if mask == Mask.documents([tokens] * rows) else mask
+
+
+def _part(part: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+    return Unpadded(part) if "attention_mask" in given else part
 
 
 def _without_padding(mask: Mask, batch: dict[str, Tensor], rows: int, tokens: int) -> Mask:

@@ -125,6 +125,10 @@ class Pipeline:
         # With its path: on another one a value may have no gradient, since who would have made it is skipped.
         kinds = [self.reading.kind(model, microbatch, loss) for microbatch, _ in microbatches]
         self.produced.begin_step(list(zip(kinds, checked.schedule.paths, strict=True)))
+        tied = self._tied()
+        earlier = [param.grad for param in tied]  # of other calls, which are summed over the copies already
+        for param in tied:
+            param.grad = None
         # FSDP gathers parameters once for all microbatches, and reduces gradients once after them.
         before_pipeline(model)
         p2p = self._p2p(checked.messages, flows)
@@ -143,7 +147,10 @@ class Pipeline:
         )
         # First FSDP's reduction over data ranks, then tied copies over stages: shards of both ends have the same layout.
         after_pipeline(model)
-        self._add_tied_gradients()
+        self._sum_tied_gradients(tied)
+        for param, before in zip(tied, earlier, strict=True):
+            if before is not None:
+                param.grad = before if param.grad is None else param.grad.add_(before)
         self.produced.end_step()
         # In fp64: the loss that is reported must not depend on the number of microbatches that it is summed over.
         total = torch.zeros((), dtype=torch.float64, device=scale.device)
@@ -184,14 +191,20 @@ class Pipeline:
             more = open_channels(self.axis.get_group(), in_rounds(missing), self.staged.device)
             self.channels = self.channels.with_more(more)
 
-    def _add_tied_gradients(self) -> None:
-        """Sum the gradients of each tied parameter over its two copies, on the ranks of the first and the last stage."""
+    def _tied(self) -> list[nn.Parameter]:
+        """This rank's copies of tied parameters, on the ranks of the first and the last stage."""
         if not self.cut.copied or self.rank not in self.cut.ends:
+            return []
+        params = dict(self.staged.model.named_parameters(remove_duplicate=False))
+        first = self.rank == self.cut.ends[0]
+        return [params[head if first else tail] for head, tail in self.cut.copied]
+
+    def _sum_tied_gradients(self, both: Sequence[nn.Parameter]) -> None:
+        """Sum this step's gradients of each tied parameter over its two copies."""
+        if not both:
             return
         first = self.rank == self.cut.ends[0]
         peer = self.cut.ends[1] if first else self.cut.ends[0]
-        params = dict(self.staged.model.named_parameters(remove_duplicate=False))
-        both = [params[head if first else tail] for head, tail in self.cut.copied]
         trained = [param for param in both if param.requires_grad]
         has_grad = {number: param.grad is not None for number, param in enumerate(both) if param.requires_grad}
         made = self.produced.tied(has_grad, first=first)

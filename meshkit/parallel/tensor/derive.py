@@ -199,7 +199,7 @@ class _Tree:
             leaf.append(by_name)  # a router, which sees each token alone
         if isinstance(module, nn.Embedding) and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
             leaf.append(vocab())
-        elif by_name.kind == "vocab":
+        elif splits and by_name.kind == "vocab":
             leaf.append(by_name)
         if splits and self.sequence and name in self._candidates.last:
             leaf.append(head())  # the model's output is all tokens

@@ -90,7 +90,16 @@ def linear_of(name: str, module: nn.Module, kind: str) -> LinearShape:
     shape = linear_shape(module)
     if shape is None or (shape.transposed and kind in ("vocab", "attention")):
         allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
-        raise PlanError(f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}.")
+        more = (
+            ", ".join(key for key in module._parameters if key not in ("weight", "bias"))
+            if isinstance(module, nn.Linear)
+            else ""
+        )
+        with_more = f" with the parameters {more} besides" * bool(more)
+        raise PlanError(
+            f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}{with_more}. Leave it whole: "
+            "replicate()."
+        )
     if "weight" not in module._parameters:
         raise PlanError(
             f"plan: {kind}() on {name!r} needs a weight to split, but it is computed from other parameters (weight_norm, "

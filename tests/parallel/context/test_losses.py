@@ -15,7 +15,7 @@ from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
 from meshkit.parallel.rows_tried import Laid
 from meshkit.parallel.tokens_tried import loss_of_tokens, misread_by
-from tests.laws.parity.cases import mesh_for
+from tests.laws.parity.cases import mesh_for, own_rows
 from tests.parallel.context.test_modules import PLAN, ROWS, TOKENS, OwnModel, model_and_batch
 from tests.world import pool
 from tests.zoo import causal
@@ -306,3 +306,48 @@ def padded_with_positions(groups: str) -> list[float]:
 @pytest.mark.parametrize("groups", ["fixed", "by_length"])
 def test_positions_begin_no_documents_in_a_model_of_transformers_that_is_given_an_attention_mask(groups: str) -> None:
     assert max(map(max, pool(2).run(padded_with_positions, groups))) <= TOL
+
+
+def by_hand(model, part):
+    output = model(**mk.step.model_inputs(model, part))
+    token_losses = F.cross_entropy(output.logits.flatten(0, 1), part["labels"].flatten(), reduction="none")
+    return (token_losses * part["weights"].flatten()).sum()
+
+
+def of_shown(model, part):
+    return by_hand(model, part) + 0 * part["attention_mask"].sum()
+
+
+def of_shown_if_any(model, part):
+    shown = part.get("attention_mask")
+    return by_hand(model, part) * 2 if shown is None else by_hand(model, part)
+
+
+def own_losses_of_padded_rows(mesh: str) -> tuple[float, list[str]]:
+    """(the largest difference from one device, what losses that read the attention_mask are told)"""
+    generator = torch.Generator().manual_seed(2)
+    ids, lengths = torch.randint(*DATA_IDS, (4, 12), generator=generator), torch.tensor([[12], [7], [9], [5]])
+    shown = torch.arange(12) < lengths
+    weights = torch.rand(4, 12, generator=generator, dtype=torch.float64)
+    batch = {"input_ids": ids, "labels": ids.where(shown, -100), "attention_mask": shown.long(), "weights": weights}
+    told = []
+    with exact():
+        one = causal.build("llama")
+        (by_hand(one, batch) / shown.sum()).backward()
+        run = mk.parallelize(causal.build("llama"), mesh_for(mesh))
+        run.forward_backward(own_rows(batch, run.mesh), loss=by_hand)
+        for loss in (of_shown, of_shown_if_any):
+            try:
+                run.forward_backward(own_rows(batch, run.mesh), loss=loss)
+            except mk.MeshkitError as error:
+                told.append(str(error))
+    grads = {name: param.grad for name, param in one.named_parameters()}
+    return max(float((full_tensor(p.grad) - grads[name]).abs().max()) for name, p in run.named_parameters()), told
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "dp_shard=2 cp=2"])
+def test_a_loss_of_ones_own_sees_padding_by_the_models_inputs_alone(mesh: str) -> None:
+    for worst, told in pool(mk.mesh.MeshSpec.parse(mesh).world_size).run(own_losses_of_padded_rows, mesh):
+        assert worst <= 1e-10
+        assert len(told) == 2
+        assert all("the loss reads attention_mask, and with cp a part of a batch has none" in text for text in told)
