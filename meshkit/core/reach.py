@@ -154,7 +154,7 @@ def _look(found: Reach, label: str, value: Any) -> list[tuple[str, Any]]:
         return [(label, each) for each in value]
     if isinstance(value, dict):
         found._containers.append(value)
-        return [(f"{label}[{key!r}]", each) for key, each in value.items()]
+        return [(f"{label}[{_key(key)}]", each) for key, each in value.items()]
     if isinstance(value, nn.Module):
         return _parts_of_module(found, label, value)
     return _parts_of_object(found, label, value)
@@ -328,3 +328,8 @@ def _fill(value: Any, content: Any) -> None:
         value.update(content) if isinstance(value, set) else value.extend(content)
     else:
         value[...] = content
+
+
+def _key(key: object) -> str:
+    """As it is written; of a key that is no word or number its class, for a tensor would fill the page."""
+    return repr(key) if isinstance(key, str | int | float | tuple) else type(key).__name__

@@ -260,15 +260,22 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
 
 
-def allow_recompiles(modules: int) -> None:
-    """Let torch.compile trace one forward for `modules` modules: those with hooks of their own are traced one by one.
+_to_compile = 0  # modules, so far
 
-    Private: torch._dynamo.config.recompile_limit, 8 for the process, beyond which `fullgraph` fails. Checked: 2.11, 2.15.
-    Replaced by: torch.compile(recompile_limit=...) of 2.15.
+
+def allow_recompiles(modules: int) -> None:
+    """Let torch.compile trace one forward for `modules` more modules: those with hooks of their own are traced one by one,
+    and those of several runs of a process (actor, critic, reference) have one forward.
+
+    Private: torch._dynamo.config.recompile_limit, 8 for the process, beyond which `fullgraph` fails, and that of all graphs
+    of a forward together. Checked: 2.11, 2.15. Replaced by: torch.compile(recompile_limit=...) of 2.15.
     """
     import torch._dynamo.config as config
 
-    config.recompile_limit = max(config.recompile_limit, 8 * modules)
+    global _to_compile
+    _to_compile += modules
+    config.recompile_limit = max(config.recompile_limit, 8 * _to_compile)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def guarded(bad_replica: int) -> tuple[int, int, list[int]]:
     replica = mesh["dp_replicate"].get_local_rank()
     nan_guard, met, counted = NonFiniteGuard(max_skips=2), 0, []
 
+    @mk.step.additive  # it holds an optimizer, of which no copy can be made
     def loss(module: nn.Module, part: Batch) -> Tensor:
         summed = mk.cross_entropy(module(part["input_ids"]), part["labels"])
         return summed * (torch.nan if replica == bad_replica and outer.steps == 2 else 1.0)

@@ -260,7 +260,7 @@ def texts() -> list[str]:
         (wide, {"batch": x, "step": planted.hand_step, "optimizer": planted.sgd}),
         (wide, {"batch": x}),
         (wide, {"batch": x, "step": planted.hand_step, "optimizer": planted.sgd, "sharded": {"up.weigth": ("tp", 0)}}),
-        (talks_to_the_world, MLP),
+        (talks_to_the_world, {**MLP, "loss": mk.step.additive(partial(squared_error))}),
         (partial(Noisy, 6, 1), MLP),
         (renamed, {**MLP, "plan": mk.Plan()}),
         (mlp, {**MLP, "batch": {}}),
