@@ -169,7 +169,7 @@ def test_a_folder_that_is_a_computation_away_is_refused(tmp_path: Path) -> None:
         model = causal.build("inkling2_text")
         model.save_pretrained(tmp_path)
         with pytest.raises(
-            PlanError, match="experts.w13_weight' of a Inkling2ForCausalLM's files is no part of one tensor"
+            PlanError, match="of a Inkling2ForCausalLM's files is no part of one tensor"
         ):
             load_pretrained(model, tmp_path)
 
