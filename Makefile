@@ -30,7 +30,7 @@ test: install
 test-deep: install
 	MESHKIT_TEST_DEPTH=deep $(MAKE) test TURN=
 
-# Of the cells in which rarer pairs meet an eighth, another one each day, and of others a quarter; `make gate TURN=` runs all.
+# Of the cells in which rarer pairs meet an eighth, another one each day; `make gate TURN=` runs all.
 gate: install
 	MESHKIT_TEST_TURN=$(TURN) $(PYTEST) $(WORKERS) --dist worksteal -m gate
 
