@@ -331,5 +331,6 @@ def _fill(value: Any, content: Any) -> None:
 
 
 def _key(key: object) -> str:
-    """As it is written; of a key that is no word or number its class, for a tensor would fill the page."""
-    return repr(key) if isinstance(key, str | int | float | tuple) else type(key).__name__
+    """As it is written; of one that would fill the page, as a tensor, its class."""
+    text = repr(key)
+    return text if len(text) <= 60 else type(key).__name__

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshkit.core import _torch
-from meshkit.core._torch import tree_flatten, tree_unflatten
 from meshkit.core.arguments import require
 from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
+from meshkit.memory._arguments import Changes, tensors_of
 from meshkit.parallel.tensor.regather import GATHER_REGION, regions
 from meshkit.plan.match import listed
 from meshkit.strategy import Budget, Kept, MemoryPolicy, Recompute, RecomputeMode
@@ -207,11 +207,18 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
             # present values are constants of the graph, also of the part that runs again.
             return checkpoint(partial(forward, self), *args, **options, **kwargs)
         # See [Note: what a checkpoint keeps of its inputs].
-        tensors, rebuild = _tensors_of(args, kwargs)
+        tensors, rebuild = tensors_of(args, kwargs)
+        first = [Changes(type(self).__name__, args, kwargs)]  # not kept: it holds tensors
 
         def again(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(tensors)
-            return forward(self, *args, **kwargs)
+            if not first:
+                return forward(self, *args, **kwargs)
+            changes = first.pop()
+            changes.begin(args, kwargs)
+            output = forward(self, *args, **kwargs)
+            changes.end()
+            return output
 
         # Context variables (masks, random keys) may belong to another microbatch by the time of backward, so the recompute
         # runs in a copy of the context of this forward.
@@ -294,30 +301,6 @@ def _contexts(make: Callable[[], Policy]) -> Any:
 
 def _selective(policy: Policy) -> Any:
     return _torch.selective_contexts(policy)
-
-
-def _tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """(tensors among the arguments, also keyword arguments and members of tuples; a function that rebuilds the arguments)."""
-    # [Note: what a checkpoint keeps of its inputs]
-    # A non-reentrant checkpoint saves its positional tensors through autograd, so that an activation offload around it moves
-    # them. A tensor passed by name or inside of a tuple would stay on the device, in a closure, as long as the graph lives.
-    leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
-    tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[index] for index in tensor_indices]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def rebuild(tensors: Sequence[Tensor]) -> Any:
-        filled = list(rest)
-        for index, tensor in zip(tensor_indices, tensors, strict=True):
-            filled[index] = tensor
-        return tree_unflatten(filled, structure)
-
-    return tensors, rebuild
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether pytree traversal stops here. Only plain containers are opened; masks and caches stay one object."""
-    return type(value) not in (tuple, list, dict)
 
 
 def run_in_copy(variables: Context, function: Any, *args: Any) -> Any:

@@ -121,10 +121,12 @@ def refuse_unshardable(params: Mapping[str, torch.Tensor], units: Sequence[str])
         first, first_dtype = first_of_unit.setdefault(unit, (name, dtype))
         if dtype != first_dtype:
             where = repr(unit) if unit else "the root unit"
+            narrow = min(dtype, first_dtype, key=lambda each: each.itemsize)
             raise PlanError(
                 f"fully_shard: {where} has parameters in two dtypes: {first!r} is {_short(first_dtype)} and {name!r} "
-                f"{_short(dtype)}, and FSDP reduces a unit's gradients in one buffer. Give them one dtype (a Precision casts "
-                "for computing), or name a unit of their own."
+                f"{_short(dtype)}, and FSDP reduces a unit's gradients in one buffer. Give them one dtype: "
+                f"model.to({narrow}), or fp32 and a Precision, which computes in 16 bits. Outside of blocks a unit of their "
+                "own will do (Plan(units=...))."
             )
 
 
@@ -229,6 +231,7 @@ def fully_shard(
     for unit in (module, *(modules[name] for name in shard_units(names, units))):
         assert isinstance(unit, FSDPModule)
         _torch.keep_class_name(unit)
+        _torch.keep_containers(unit)
         _torch.before_gathers(unit, refuse, _not_twice)
         _torch.before_unit_backwards(unit, _refuse_twice)
     for child in module.modules():

@@ -168,9 +168,7 @@ def test_a_folder_that_is_a_computation_away_is_refused(tmp_path: Path) -> None:
     with quiet(), exact():
         model = causal.build("inkling2_text")
         model.save_pretrained(tmp_path)
-        with pytest.raises(
-            PlanError, match="of a Inkling2ForCausalLM's files is no part of one tensor"
-        ):
+        with pytest.raises(PlanError, match="of a Inkling2ForCausalLM's files is no part of one tensor"):
             load_pretrained(model, tmp_path)
 
 

@@ -37,6 +37,7 @@ from .fsdp import before_gathers as before_gathers
 from .fsdp import before_reductions as before_reductions
 from .fsdp import before_unit_backwards as before_unit_backwards
 from .fsdp import keep_class_name as keep_class_name
+from .fsdp import keep_containers as keep_containers
 from .fsdp import defer_gradient_reduction as defer_gradient_reduction
 from .fsdp import find_units as find_units
 from .fsdp import note_reductions as note_reductions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -68,6 +68,44 @@ def _groups_of(state: Any) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# Dynamo does not trace FSDP's hooks: 2.15; 2.11.
+_untraced: Any = getattr(_fsdp_common, "_dynamo_disable", None) or getattr(_fsdp_state, "disable_if_config_true")  # noqa: B009
+
+
+def keep_containers(module: FSDPModule) -> None:
+    """Let the module's forward have the lists and dicts that it is called with, with FSDP's tensors in them: what it adds to
+    them is there for the next module. FSDP itself hands on copies.
+
+    Private: the handle of FSDP's hook before forwards, and what lets dynamo leave it out. Checked: 2.11, 2.15. Replaced by:
+    nothing yet.
+    """
+    assert isinstance(module, nn.Module)
+    hooks, number = module._forward_pre_hooks, module._get_fsdp_state()._pre_forward_hook_handle.id
+    before: Callable[..., Any] = hooks[number]
+
+    @_untraced  # type: ignore[untyped-decorator]
+    def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = before(module, args, kwargs)
+        return found if found is None else tuple(map(_kept, (args, kwargs), found))
+
+    hooks[number] = pre_forward
+
+
+def _kept(given: Any, made: Any) -> Any:
+    """The containers of `given` with what is in those of `made`."""
+    if type(given) is not type(made):
+        return made
+    if type(given) is tuple:
+        return tuple(map(_kept, given, made))
+    if type(given) is list and len(given) == len(made):
+        given[:] = map(_kept, list(given), made)
+        return given
+    if type(given) is dict and given.keys() == made.keys():
+        given.update({key: _kept(value, made[key]) for key, value in given.items()})
+        return given
+    return made
 
 
 def allow_integer_parameters() -> None:

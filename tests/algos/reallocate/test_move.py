@@ -266,7 +266,7 @@ def test_lockstep_errors_are_the_same_on_every_rank() -> None:
             "reallocate: source and destination are different models: 'embed_tokens.weight' has shape (64, 32) there and",
             "reallocate: no rank gives the destination. Pass the Run on the ranks of its mesh, and None elsewhere.",
             "reallocate: rank 0 gives a source on ranks [0, 1], and rank 1 gives none. Every rank of a run's mesh calls",
-            "reallocate: rank 0 asks for mix=1.0 and bucket_bytes=67108864, rank 1 for mix=0.5",
+            "reallocate: rank 0 asks for mix=1.0, bucket_bytes=67108864 and frozen=True, rank 1 for mix=0.5",
             "reallocate: mix=0.0 is the source's share. Use (0, 1]; 1 copies it.",
         ],
         strict=True,
