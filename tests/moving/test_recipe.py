@@ -81,7 +81,7 @@ def test_what_cannot_be_moved_to_is_refused_when_the_job_starts(tmp_path: Path) 
     for name, strategy in {
         "mesh": mk.Strategy(mesh="tp=4"),
         "parts": mk.Strategy(microbatches=3),
-        "zero": mk.Strategy(mesh="pp=2", zero=3),
+        "stages": mk.Strategy(mesh="pp=2"),
     }.items():
         strategy.write(tmp_path / f"{name}.toml")
     cases = [
@@ -93,7 +93,7 @@ def test_what_cannot_be_moved_to_is_refused_when_the_job_starts(tmp_path: Path) 
         ({"move_at": 3, "move_to": tmp_path / "none.toml"}, "there is no file"),
         ({"move_at": 3, "move_to": tmp_path / "mesh.toml"}, "mesh tp=4 needs a multiple of 4"),
         ({"move_at": 3, "move_to": tmp_path / "parts.toml"}, "has microbatches=3"),
-        ({"move_at": 3, "move_to": tmp_path / "zero.toml"}, "zero=3 with pp"),
+        ({"move_at": 3, "move_to": tmp_path / "stages.toml"}, "2 stages need at least 2 blocks"),
     ]
     for number, (flags, said) in enumerate(cases):
         for text in run_ranks(2, refused, str(tmp_path / str(number)), flags):
