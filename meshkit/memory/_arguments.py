@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshkit.core._torch import tree_flatten, tree_unflatten
+from meshkit.core._torch import Handed, tree_flatten, tree_unflatten
 from meshkit.errors import PlanError
 
 _PLAIN = (int, float, complex, str, bytes, type(None), Tensor, nn.Module)
@@ -34,22 +34,19 @@ def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence
 
 
 class Changes:
-    """What the first forward of a block changes of what it is given: lists and dicts are written back, for each forward gets
+    """What the first forward of a block changes of what it is given: containers go back to the caller, for each forward gets
     copies; objects are not copied, and one that changes would change again in backward."""
 
     def __init__(self, name: str, args: Any, kwargs: Any) -> None:
-        self._name = name
-        self._given = [each for value in (*args, *kwargs.values()) for each in _containers(value)]
-        leaves, _ = tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        self._name, self._given = name, (args, tuple(kwargs.values()))
+        leaves, _ = tree_flatten(self._given, is_leaf=_is_leaf)
         self._objects = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN) and not _is_ours(leaf)]
         self._states = [_state_of(each) for each in self._objects]
-        self._copies: list[Any] = []
+        self._handed = Handed((), ())
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """args, kwargs: the rebuilt ones."""
-        self._copies = (
-            [each for value in (*args, *kwargs.values()) for each in _containers(value)] if self._given else []
-        )
+        self._handed = Handed(self._given, (args, tuple(kwargs.values())))
 
     def end(self) -> None:
         """Raises: PlanError for an object that has changed."""
@@ -60,32 +57,16 @@ class Changes:
                     f"recompute: the forward of a {self._name} changes a {type(held).__name__} that it is given, and would "
                     'do so again in backward. Hand a list or a dict on, return what it adds, or use recompute="none" for it.'
                 )
-        given = dict(zip(map(id, self._copies), self._given, strict=True))
-        for own, copy in zip(self._given, self._copies, strict=True):
-            if isinstance(own, list):
-                own[:] = [given.get(id(each), each) for each in copy]
-            else:
-                kept = {key: given.get(id(each), each) for key, each in copy.items()}
-                own.clear()
-                own.update(kept)
+        self._handed.write_back()
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether pytree traversal stops here. Only plain containers are opened; masks and caches stay one object."""
-    return type(value) not in (tuple, list, dict)
+    """Whether pytree traversal stops here. Only containers are opened; masks and caches stay one object."""
+    return not isinstance(value, tuple) and type(value) not in (list, dict, OrderedDict, defaultdict, deque)
 
 
 def _is_ours(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "meshkit"
-
-
-def _containers(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """The lists and dicts in it, in order."""
-    if type(value) in (list, dict):
-        yield value
-    if type(value) in (tuple, list, dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _containers(each)
 
 
 def _state_of(held: object) -> dict[str, int]:

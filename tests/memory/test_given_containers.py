@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +35,21 @@ class Summed:
         self.keys = torch.zeros(())
 
 
+class Named(NamedTuple):
+    keys: list[Tensor]
+
+
+@dataclass
+class Data:
+    """FSDP copies these too."""
+
+    keys: list[Tensor] = field(default_factory=list)
+
+
+def named() -> Named:
+    return Named([])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +64,9 @@ class Block(nn.Module):
             before[len(before)] = [key]  # nested
             summed = torch.stack([each[0] for each in before.values()]).sum(0)
         else:
-            keys = before.keys if isinstance(before, Kept) else before
+            keys = before.keys if isinstance(before, Kept | Named | Data) else before
             keys.append(key)
-            summed = torch.stack(keys).sum(0)
+            summed = torch.stack(list(keys)).sum(0)
         return x + torch.tanh(self.query(x) * summed)
 
 
@@ -64,6 +81,10 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, before=before)
         return self.head(x)
+
+
+def with_default() -> defaultdict[int, list[Tensor]]:
+    return defaultdict(list)
 
 
 def built(kind: Callable[[], Any]) -> nn.Module:
@@ -97,11 +118,25 @@ def test_what_blocks_add_to_a_list_or_dict_is_there_for_the_next(mesh: str) -> N
     for kind, recompute, microbatches in (
         (list, "none", 2),
         (dict, "none", 1),
+        (Data, "none", 1),
         (list, "full", 1),
+        (named, "full", 1),
+        (OrderedDict, "full", 1),
+        (deque, "full", 1),
         (dict, "selective", 2),
     ):
         for found in pool(ranks).run(errors, kind, mesh, recompute, microbatches):
             assert max(found.values()) <= TOL_FP64, (kind, recompute, found)
+
+
+def test_a_dict_with_a_default_is_refused_where_fsdp_makes_no_copy() -> None:
+    for text in pool(2).run(refusal, with_default, "dp_shard=2", "none"):
+        if text:
+            assert "called with a defaultdict, of which FSDP can make no copy. Give it a dict." in text
+        else:  # on torch 2.11
+            assert all(
+                max(found.values()) <= TOL_FP64 for found in pool(2).run(errors, with_default, "dp_shard=2", "none", 1)
+            )
 
 
 @pytest.mark.parametrize("kind", [Kept, Summed])

@@ -47,6 +47,7 @@ from .fsdp import UnitParameter as UnitParameter
 from .fsdp import unsharded_parameters as unsharded_parameters
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks
+from .handed import Handed as Handed
 from .groups import concatenate_meshes as concatenate_meshes
 from .groups import flatten_mesh as flatten_mesh
 from .groups import group_of_call as group_of_call

@@ -17,7 +17,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from meshkit.errors import PlanError
+
 from .autograd import in_functional_grad
+from .handed import Handed
 
 
 def find_units(module: FSDPModule) -> None:
@@ -75,37 +78,43 @@ _untraced: Any = getattr(_fsdp_common, "_dynamo_disable", None) or getattr(_fsdp
 
 
 def keep_containers(module: FSDPModule) -> None:
-    """Let the module's forward have the lists and dicts that it is called with, with FSDP's tensors in them: what it adds to
-    them is there for the next module. FSDP itself hands on copies.
+    """Let what the module's forward changes of lists, dicts and dataclasses that it is called with be there for the caller:
+    FSDP hands copies on.
 
-    Private: the handle of FSDP's hook before forwards, and what lets dynamo leave it out. Checked: 2.11, 2.15. Replaced by:
-    nothing yet.
+    Private: the handles of FSDP's hooks around forwards, and what lets dynamo leave them out. Checked: 2.11, 2.15. Replaced
+    by: nothing yet.
     """
     assert isinstance(module, nn.Module)
-    hooks, number = module._forward_pre_hooks, module._get_fsdp_state()._pre_forward_hook_handle.id
-    before: Callable[..., Any] = hooks[number]
+    state = module._get_fsdp_state()
+    before_number, after_number = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+    before: Callable[..., Any] = module._forward_pre_hooks[before_number]
+    after: Callable[..., Any] = module._forward_hooks[after_number]
+    handed: list[Handed] = []
 
     @_untraced  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = before(module, args, kwargs)
-        return found if found is None else tuple(map(_kept, (args, kwargs), found))
-
-    hooks[number] = pre_forward
-
-
-def _kept(given: Any, made: Any) -> Any:
-    """The containers of `given` with what is in those of `made`."""
-    if type(given) is not type(made):
+        handed.clear()  # of a forward that raised
+        try:
+            made = before(module, args, kwargs)
+        except TypeError as error:
+            if "first argument must be callable" not in str(error):
+                raise
+            raise PlanError(
+                f"fully_shard: {type(module).__name__} is called with a defaultdict, of which FSDP can make no copy. Give it "
+                "a dict."
+            ) from error
+        if made is not None and (copies := Handed((args, tuple(kwargs.values())), (made[0], tuple(made[1].values())))):
+            handed.append(copies)
         return made
-    if type(given) is tuple:
-        return tuple(map(_kept, given, made))
-    if type(given) is list and len(given) == len(made):
-        given[:] = map(_kept, list(given), made)
-        return given
-    if type(given) is dict and given.keys() == made.keys():
-        given.update({key: _kept(value, made[key]) for key, value in given.items()})
-        return given
-    return made
+
+    @_untraced  # type: ignore[untyped-decorator]
+    def post_forward(*args: Any, **kwargs: Any) -> Any:
+        if handed:
+            handed.pop().write_back()
+        return after(*args, **kwargs)
+
+    module._forward_pre_hooks[before_number] = pre_forward
+    module._forward_hooks[after_number] = post_forward
 
 
 def allow_integer_parameters() -> None:
