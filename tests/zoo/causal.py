@@ -54,7 +54,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 # Whose own cache raises when they train, on one device too.
-WITHOUT_CACHE = ("bamba", "dory", "granitemoehybrid", "hrm_text")
+WITHOUT_CACHE = ("bamba", "dory", "granitemoehybrid", "hrm_text", "recurrent_gemma", "xlstm")
 # Why a type is no decoder of token ids that can be built here.
 SKIPPED: dict[str, str] = {
     "blt": "takes bytes, cut into patches by a second model",
