@@ -403,6 +403,7 @@ def test_a_policy_that_says_nothing_is_refused(make: object, match: str) -> None
 
 
 def test_weights_that_travel_in_fp8_have_no_second_wire() -> None:
+    pytest.importorskip("torchao")  # which fp8 needs
     memory = mk.MemoryPolicy(precision=Precision(fp8=Fp8(gather=True)))
     with fake_world(4):
         mesh = mk.init_mesh("dp_shard=4", device_type="cpu")
