@@ -23,7 +23,7 @@ class LinearShape:
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
     """The shape of a linear layer; None of another module, also of one that has more parameters than a weight and a bias."""
-    if any(param is not None for key, param in module._parameters.items() if key not in ("weight", "bias")):
+    if more_parameters(module):
         return None
     if isinstance(module, nn.Linear):
         return LinearShape(module.in_features, module.out_features)
@@ -32,6 +32,12 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
         assert isinstance(wide, int) and isinstance(narrow, int)
         return LinearShape(narrow, wide, in_dim=0, out_dim=1)
     return None
+
+
+def more_parameters(module: nn.Module) -> list[str]:
+    """Its own, beside a weight and a bias."""
+    named = module._parameters.items()
+    return [key for key, param in named if param is not None and key not in ("weight", "bias")]
 
 
 def is_linear(module: nn.Module | None) -> bool:

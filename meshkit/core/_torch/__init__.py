@@ -47,7 +47,6 @@ from .fsdp import UnitParameter as UnitParameter
 from .fsdp import unsharded_parameters as unsharded_parameters
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks
-from .handed import Handed as Handed
 from .groups import concatenate_meshes as concatenate_meshes
 from .groups import flatten_mesh as flatten_mesh
 from .groups import group_of_call as group_of_call
@@ -64,6 +63,7 @@ from .groups import start_fake_world as start_fake_world
 from .groups import timeout_of as timeout_of
 from .groups import world as world
 from .groups import world_store as world_store
+from .handed import Handed as Handed
 from .recompute import ignore_profiler_marks as ignore_profiler_marks
 from .recompute import in_backward as in_backward
 from .recompute import selective_contexts as selective_contexts

@@ -74,7 +74,7 @@ def _groups_of(state: Any) -> list[FSDPParamGroup]:
 
 
 # Dynamo does not trace FSDP's hooks: 2.15; 2.11.
-_untraced: Any = getattr(_fsdp_common, "_dynamo_disable", None) or getattr(_fsdp_state, "disable_if_config_true")  # noqa: B009
+_untraced: Any = vars(_fsdp_common).get("_dynamo_disable") or vars(_fsdp_state)["disable_if_config_true"]
 
 
 def keep_containers(module: FSDPModule) -> None:
@@ -91,7 +91,6 @@ def keep_containers(module: FSDPModule) -> None:
     after: Callable[..., Any] = module._forward_hooks[after_number]
     handed: list[Handed] = []
 
-    @_untraced  # type: ignore[untyped-decorator]
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handed.clear()  # of a forward that raised
         try:
@@ -107,14 +106,13 @@ def keep_containers(module: FSDPModule) -> None:
             handed.append(copies)
         return made
 
-    @_untraced  # type: ignore[untyped-decorator]
     def post_forward(*args: Any, **kwargs: Any) -> Any:
         if handed:
             handed.pop().write_back()
         return after(*args, **kwargs)
 
-    module._forward_pre_hooks[before_number] = pre_forward
-    module._forward_hooks[after_number] = post_forward
+    module._forward_pre_hooks[before_number] = _untraced(pre_forward)
+    module._forward_hooks[after_number] = _untraced(post_forward)
 
 
 def allow_integer_parameters() -> None:

@@ -21,22 +21,22 @@ class Handed:
         return bool(self._pairs)
 
     def write_back(self) -> None:
-        """After the forward: what it added, replaced or took out. What it left is what was given."""
+        """After the forward: what it added, replaced or took out. What it left is what was given, and is not written."""
         for own, copy in self._pairs:
-            if isinstance(own, list):
-                own[:] = map(self._own, copy)
-            elif isinstance(own, deque | dict):
-                kept: Any = (
-                    {key: self._own(value) for key, value in copy.items()}
-                    if isinstance(copy, dict)
-                    else list(map(self._own, copy))
-                )
-                own.clear()
-                own.update(kept) if isinstance(own, dict) else own.extend(kept)
+            before, after = _named(own), {key: self._own(value) for key, value in _named(copy).items()}
+            changed = {key: value for key, value in after.items() if key not in before or before[key] is not value}
+            if isinstance(own, list | deque):
+                if changed or len(before) != len(after):
+                    own.clear()
+                    own.extend(after.values())
+            elif isinstance(own, dict):
+                for key in before.keys() - after.keys():
+                    del own[key]
+                for key, value in changed.items():
+                    own[key] = value
             else:
-                for name, value in _fields(copy).items():
-                    if (value := self._own(value)) is not getattr(own, name, None):
-                        object.__setattr__(own, name, value)
+                for name, value in changed.items():
+                    object.__setattr__(own, name, value)
 
     def _own(self, value: Any) -> Any:
         return self._given.get(id(value), value)
@@ -50,16 +50,16 @@ class Handed:
             if not (isinstance(given, list | deque | dict) or _fields(given)):
                 return
             self._pairs.append((given, made))
-        one, other = (_values(each) for each in (given, made))
-        if len(one) == len(other):
-            for before, after in zip(one, other, strict=True):
-                self._match(before, after)
+        one, other = _named(given), _named(made)
+        for key in one.keys() & other.keys():
+            self._match(one[key], other[key])
 
 
-def _values(held: Any) -> list[Any]:
+def _named(held: Any) -> dict[Any, Any]:
+    """What is in it, by place, key or field."""
     if isinstance(held, tuple | list | deque):
-        return list(held)
-    return list((held if isinstance(held, dict) else _fields(held)).values())
+        return dict(enumerate(held))
+    return dict(held) if isinstance(held, dict) else _fields(held)
 
 
 def _fields(held: Any) -> dict[str, Any]:

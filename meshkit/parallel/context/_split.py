@@ -29,20 +29,19 @@ class Unpadded(dict[str, Any]):
     """A part of a batch without its attention_mask, which its `mask` follows: a loss that asks for one is told."""
 
     def __missing__(self, name: str) -> Any:
-        return self._refuse(name)
+        self._refuse(name)
+        raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return super().get(name, default) if name in self else self._refuse(name, default)
+        self._refuse(name)
+        return super().get(name, default)
 
-    def _refuse(self, name: str, *default: Any) -> Any:
+    def _refuse(self, name: str) -> None:
         if name == "attention_mask":
             raise DataError(
                 "the loss reads attention_mask, and with cp a part of a batch has none: the model sees it in `mask`. Give "
                 "the model model_inputs(model, part), and a loss that weighs tokens by it a copy by another name."
             )
-        if default:
-            return default[0]
-        raise KeyError(name)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from meshkit.core.linear import LinearShape, linear_shape
+from meshkit.core.linear import LinearShape, linear_shape, more_parameters
 from meshkit.core.sharding import even_part
 from meshkit.errors import PlanError
 from meshkit.plan import Style, match_table
@@ -90,11 +90,7 @@ def linear_of(name: str, module: nn.Module, kind: str) -> LinearShape:
     shape = linear_shape(module)
     if shape is None or (shape.transposed and kind in ("vocab", "attention")):
         allowed = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
-        more = (
-            ", ".join(key for key in module._parameters if key not in ("weight", "bias"))
-            if isinstance(module, nn.Linear)
-            else ""
-        )
+        more = ", ".join(more_parameters(module)) if isinstance(module, nn.Linear) else ""
         with_more = f" with the parameters {more} besides" * bool(more)
         raise PlanError(
             f"plan: {kind}() on {name!r} needs an {allowed}, but it is a {type(module).__name__}{with_more}. Leave it whole: "
