@@ -3,8 +3,8 @@
     python benchmarks/groups.py    # a table, from fake worlds of that size in this process
 
 Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
-that the messages of a pipeline take. Sockets, where each group connects each with each: one to listen, and one for each other
-rank of each group.
+that the messages of a pipeline take; host groups are those of the first rank of all in `mesh.host` and in that of cp. gloo's
+sockets: one to listen, and one for each other rank of each group, on the rank with the most. What NCCL opens is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 import meshkit as mk
 from meshkit.mesh import MeshSpec, fake_world
+from meshkit.mesh.host import levels
 
 MESHES = {
     8: ("pp=2 dp_shard=2 tp=2", "dp_shard=2 cp=2 tp=2 ep=2", "dp_replicate=2 dp_shard=4"),
@@ -59,11 +60,14 @@ def row(text: str) -> tuple[str, ...]:
         mesh["ep"].get_group()
         every = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if world // 2 in ranks]
     pairs = 2 * min(2, spec.pp - 1)  # both ways to each neighbour in the ring of stages
-    return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", str(len(every)), str(pairs), f"{sum(every):,}"
+    of_host = [group for ranks in (world, spec.cp) for level in levels(ranks) for group in level if 0 in group]
+    sockets = sum(map(len, of_host))
+    counts = (len(every), pairs, len(of_host), sockets)
+    return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", *map(str, counts)
 
 
 def main() -> None:
-    print("| ranks | mesh | calls | groups | pairs | sockets |\n|---|---|---|---|---|---|")
+    print("| ranks | mesh | calls | groups | pairs | host groups | gloo's sockets |\n|---|---|---|---|---|---|---|")
     for texts in MESHES.values():
         for text in texts:
             print(f"| {' | '.join(row(text))} |", flush=True)

@@ -146,9 +146,9 @@ def checkpoint(folder: str, tries: int) -> tuple[list[str], int]:
                 for value in training.optimizer.state[param].values():
                     local_tensor(value).fill_(7)
         reader = Checkpointer(folder)
-        reader._host_group = groups[0] if groups else None  # one group for all tries
+        reader._ranks = groups[0] if groups else None  # one group for all tries
         reader.load(training.run, training.optimizer, **training.holders)
-        groups.append(reader._group(training.run))
+        groups.append(reader._ranks_of(training.run))
         return training.local_state(), reader.config(2), str(reader.extra(2))
 
     groups: list[Any] = []

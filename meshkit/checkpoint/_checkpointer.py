@@ -12,18 +12,25 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from meshkit.checkpoint import _folder as files
-from meshkit.checkpoint._agree import gather_results, host_group, on_each_rank, on_rank_0
+from meshkit.checkpoint._agree import gather_results, on_each_rank, on_rank_0
 from meshkit.checkpoint._lease import Lease, take
 from meshkit.checkpoint._load import choose_step, config_of, of_memory, open_checked, restore, state_of
-from meshkit.checkpoint._save import HostCopies, WriteJob, collect, wait_for_device, write
+from meshkit.checkpoint._save import HostCopies, WriteJob, collect, write
 from meshkit.checkpoint.in_memory import InMemory, Keeper
 from meshkit.core.optimizer_state import HoldsState
+from meshkit.core.to_device import wait_for_device
 from meshkit.errors import CheckpointError, CorruptionError
+from meshkit.mesh import HostRanks
 from meshkit.step import Run
+
+# [Note: pinning between idle devices]
+# The driver may finish all that is queued on a device before it pins memory. A collective that is queued there ends only
+# when its other ranks have queued theirs, and a rank that pins does not get to queue what they wait for: a deadlock. The
+# first save pins in the middle of training. So each rank waits for its own device before the collectives of a save on the
+# host: all devices are idle then, and no rank leaves the save, to queue more, before all have pinned.
 
 
 class Checkpointer:
@@ -63,9 +70,9 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self._timeout = timeout
         self._memory = None if memory is None else Keeper(memory, self.folder)
-        # Made at the first save or load: the mesh comes with the run, and to make a group is a collective.
-        self._host_group: dist.ProcessGroup | None = None
-        # One worker: saves are written in order, and the gloo group below is used by one thread at a time.
+        # Made at the first save or load: the mesh comes with the run, and to make a channel is a collective.
+        self._ranks: HostRanks | None = None
+        # One worker: saves are written in order, and the channel is used by one thread at a time.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
@@ -110,7 +117,7 @@ class Checkpointer:
 
         Raises: CheckpointError, on every rank, naming host, pid and start of the job that holds it.
         """
-        on_rank_0(self._group(run), "claim()", self._hold)
+        on_rank_0(self._ranks_of(run), "claim()", self._hold)
 
     def release(self) -> None:
         """Give the lease back, as the end of the block does. No communication."""
@@ -160,26 +167,26 @@ class Checkpointer:
         rank. config: a dataclass or JSON values, to be read and compared later. extra: numbers, strings, tensors and
         containers of them. A step that this run has just loaded or saved is complete, and not written again.
         A run that went back, by load(step=...), to an older step sets the newer ones aside as `abandoned-step-...`.
-        Wire: an all-reduce in which ranks agree on the call; three small all-gathers over a gloo group of its own, and that
-        group alone in the background.
+        Wire: an all-reduce in which ranks agree on the call; and small values between the ranks of the hosts
+        (`mesh.host`), also in the background.
         Raises: CheckpointError, on every rank the same: for state that cannot be saved or differs between ranks, for a
         folder that another job holds, or with checkpoints of a run that this one did not load, for a step before one that is
         saved, and for what went wrong with the save before.
         """
         run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
         self.wait()
-        group = self._group(run)
+        ranks = self._ranks_of(run)
         action = f"save(step={step})"
         if self.asynchronous:
             wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
         # Everything that may refuse comes before the thread starts: an error belongs to the save that caused it, and
         # on every rank.
         snapshot, parts = on_each_rank(
-            group,
+            ranks,
             action,
             lambda: collect(run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra),
         )
-        reports = gather_results(group, action, lambda: (snapshot.shared_text(), self._held_steps(run)))
+        reports = gather_results(ranks, action, lambda: (snapshot.shared_text(), self._held_steps(run)))
         _refuse_different([shared for shared, _ in reports])
         present = reports[0][1]  # rank 0's, since others may see a folder on the network a little later
         # The last save of a loop may fall on the step that a signal or an interval saved already; in `present`, since
@@ -189,13 +196,13 @@ class Checkpointer:
         # After the collectives, with values that all ranks share: all refuse or none does.
         self._refuse_foreign(step, present)
         if self.asynchronous:
-            parts = on_each_rank(group, action, lambda: self._copies.copy(parts))
+            parts = on_each_rank(ranks, action, lambda: self._copies.copy(parts))
         job = WriteJob(
             folder=self.folder,
             snapshot=snapshot,
             parts=parts,
             mesh=run.mesh.spec.sizes(),
-            group=group,
+            ranks=ranks,
             # Set aside and not deleted: a run that went back may still have been wrong to. They are renamed
             # just before the new checkpoint gets its name.
             abandoned=[newer for newer in present if self._current is not None and newer > self._current],
@@ -224,8 +231,8 @@ class Checkpointer:
         A job that is started again on hosts that are still there, or of which no more are gone than there are copies, goes on
         from here by `resume`, on any mesh. Training may go on at once, but for the time to copy this rank's state once. First
         waits for the save in memory before, of which nothing is lost until this one is whole on every rank.
-        Wire: an all-reduce in which ranks agree on the call; with copies, this rank's state to another host for each, over a
-        gloo group of its own in the background.
+        Wire: an all-reduce in which ranks agree on the call; with copies, this rank's state to another host for each, in
+        the background, over a gloo group of the ranks that keep each other's.
         Raises: CheckpointError without `memory`, for state that cannot be saved, on every rank the same for a host that has
         not enough memory, and for what went wrong with the save before.
         """
@@ -284,14 +291,14 @@ class Checkpointer:
         run.mesh.agreement.meet("resume", facts={"folder": self.folder.name})
         self.wait()
         # Rank 0 alone looks: on a network file system others may not see the newest folder yet.
-        group = self._group(run)
-        newest = on_rank_0(group, "resume()", self._held_latest)
+        ranks = self._ranks_of(run)
+        newest = on_rank_0(ranks, "resume()", self._held_latest)
         if self._memory is not None:
-            kept = self._memory.newest(group)
+            kept = self._memory.newest(ranks)
             if kept is not None and kept.step > (newest or 0):
-                saved = of_memory(kept, group)
-                restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
-                self._memory.begin(group, loaded=kept)
+                saved = of_memory(kept, ranks, run.mesh.device)
+                restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, ranks=ranks)
+                self._memory.begin(ranks, loaded=kept)
                 self.resumed_in_memory, self._in_memory = True, kept.step
                 self._current = kept.step
                 return kept.step
@@ -318,19 +325,19 @@ class Checkpointer:
         RNG states go to the ranks they came from; on a larger world, a rank that has none saved keeps its own.
         What is read is JSON, safetensors and torch's files of single tensors (weights_only): nothing in it can run. A
         checkpoint of format 1 has pickles, of which nothing but records and tensors is read; the next save is of format 2.
-        Wire: an all-reduce in which ranks agree on the call, small all-gathers over a gloo group; the values come from the
+        Wire: an all-reduce in which ranks agree on the call, small values between hosts; the values come from the
         files.
         Raises: CheckpointError, on every rank the same: naming the damaged file, the first key in it and the newest
         sound step; or naming the first key that differs. The loader's DataError for other data.
         """
         run.mesh.agreement.meet("load", facts={"step": step, "folder": self.folder.name})
         self.wait()
-        group = self._group(run)
-        chosen = on_rank_0(group, "load()", lambda: choose_step(self.folder, step))
-        saved = open_checked(self.folder, chosen, group)
-        restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, group=group)
+        ranks = self._ranks_of(run)
+        chosen = on_rank_0(ranks, "load()", lambda: choose_step(self.folder, step))
+        saved = open_checked(self.folder, chosen, ranks)
+        restore(saved, run, optimizer, scheduler=scheduler, loader=loader, config=config, ranks=ranks)
         if self._memory is not None:
-            self._memory.begin(group)
+            self._memory.begin(ranks)
         self._current, self._in_memory = chosen, None
         return chosen
 
@@ -344,14 +351,14 @@ class Checkpointer:
         return self.latest()
 
     def _held_steps(self, run: Run) -> list[int]:
-        if dist.get_rank(self._group(run)) == 0:
+        if self._ranks_of(run).rank == 0:
             self._hold()
         return self.steps()
 
-    def _group(self, run: Run) -> dist.ProcessGroup:
-        if self._host_group is None:
-            self._host_group = host_group(run.mesh, self._timeout)
-        return self._host_group
+    def _ranks_of(self, run: Run) -> HostRanks:
+        if self._ranks is None:
+            self._ranks = run.mesh.host.new_channel(self._timeout)
+        return self._ranks
 
     def _refuse_foreign(self, step: int, present: list[int]) -> None:
         if self._current is None and present:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,17 +29,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
+from meshkit.checkpoint._agree import on_each_rank, shared_out
 from meshkit.checkpoint._values import dtype_of
 from meshkit.core import _torch
 from meshkit.core.digests import RunningDigest
 from meshkit.core.full_disk import no_space
 from meshkit.errors import CheckpointError, MeshkitError
+from meshkit.mesh import HostRanks
 
+T = TypeVar("T")
 INDEX, METADATA = "index.json", ".metadata"
 
 
@@ -69,34 +76,74 @@ class Index:
     first_keys: dict[str, str]
 
 
-def write_parts(parts: dict[str, Part], folder: Path, group: dist.ProcessGroup) -> dict[str, Checksum]:
+# [Note: DCP's plans, and our own agreement]
+# torch's `save` and `load` meet over a process group, in collectives of objects that bring all to each rank. Its planners
+# and its storage are classes to be called, so plans travel here as everything of a checkpoint does, over `HostRanks`.
+
+
+def write_parts(parts: dict[str, Part], folder: Path, ranks: HostRanks) -> dict[str, Checksum]:
     """Write every rank's parts and the index, synced to disk; returns size and checksum of this rank's own files.
 
-    A part that several ranks hold is written by one of them. Wire: the plan to rank 0 and back, over `group`.
+    A part that several ranks hold is written by one of them. Wire: the plan to rank 0 and back, and what was written.
     Raises: CheckpointError, on every rank the same.
     """
     # Copying ahead would create an accelerator context in the background thread; the values are on the host already.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0, overwrite=False)
     # DCP's writer takes no file system as an argument; it writes all its files through this attribute.
     files = writer.fs = _ChecksumFileSystem()
-    try:
-        # DCP gathers every rank's failure and raises one exception on all, which is why no `on_each_rank` is needed
-        # around it.
-        save(dict(parts), storage_writer=writer, planner=_PartPlanner(), process_group=group)
-    except CheckpointException as failure:
-        raise _first_failure(failure, f"writing {folder}") from failure
+    planner, is_first, action = _PartPlanner(), ranks.rank == 0, f"writing {folder}"
+    whole: list[Metadata] = []  # on rank 0
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(dict(parts), writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        whole.append(metadata)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        written: list[WriteResult] = writer.write_data(planner.finish_plan(own), planner).wait()
+        return written
+
+    def finish(results: list[list[WriteResult]]) -> list[None]:
+        writer.finish(whole[0], results)
+        return [None] * ranks.size
+
+    own = shared_out(ranks, action, plan, plan_all)
+    shared_out(ranks, action, _naming_rank(action, write), finish)
     return files.checksums
 
 
-def read_into(targets: dict[str, Tensor], reader: StorageReader, group: dist.ProcessGroup, *, action: str) -> None:
-    """Fill tensors, plain or DTensors on any mesh, in place (resharding on load). Wire and errors as `write_parts`.
+def read_into(targets: dict[str, Tensor], reader: StorageReader, ranks: HostRanks, *, action: str) -> None:
+    """Fill tensors, plain or DTensors on any mesh, in place (resharding on load).
 
-    action: what is being done, for the error text.
+    action: what is being done, for the error text. Wire: what went wrong. Raises: CheckpointError, on every rank the same.
     """
-    try:
-        load(dict(targets), storage_reader=reader, process_group=group)
-    except CheckpointException as failure:
-        raise _first_failure(failure, action) from failure
+    planner = DefaultLoadPlanner()
+
+    def plan() -> LoadPlan:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(dict(targets), metadata, ranks.rank == 0)
+        reader.set_up_storage_reader(metadata, ranks.rank == 0)
+        return planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+
+    planned = on_each_rank(ranks, action, _naming_rank(action, plan))
+    on_each_rank(ranks, action, _naming_rank(action, lambda: reader.read_data(planned, planner).wait()))
+
+
+def _naming_rank(action: str, act: Callable[[], T]) -> Callable[[], T]:
+    """With errors that say what this rank did."""
+
+    def named() -> T:
+        try:
+            return act()
+        except MeshkitError as error:
+            raise CheckpointError(f"{action} on rank {dist.get_rank()}: {error}") from error
+
+    return named
 
 
 def read_index(folder: Path, *, pickled: bool = False) -> Index:
@@ -289,11 +336,3 @@ class _ChecksumStream:
         if name in ("seek", "truncate"):
             raise AttributeError(f"a summed file is written forwards: no {name}")
         return getattr(self._stream, name)
-
-
-def _first_failure(failure: CheckpointException, action: str) -> CheckpointError:
-    """The failure of the lowest rank, which is the same on every rank: DCP gathers all failures."""
-    rank, (error, _) = min(failure.failures.items(), key=lambda entry: entry[0])
-    if isinstance(error, MeshkitError):
-        return CheckpointError(f"{action} on rank {rank}: {error}")
-    return CheckpointError(f"{action}: {type(error).__name__} on rank {rank}: {error}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshkit.checkpoint._agree import host_group, on_each_rank
+from meshkit.checkpoint._agree import on_each_rank
 from meshkit.checkpoint._dcp import FileReader, Index, read_index, read_into
 from meshkit.checkpoint._state import dtype_name, full_model_tensors
 from meshkit.core.model_state import model_tensors
@@ -25,22 +25,22 @@ def load_dcp(
     prefix: what stands before a name there, such as "model.". Values are converted to the parameter's dtype. The folder may
     hold more. Its index is a pickle, of which nothing but DCP's own records is read. It has no digests: damage that the
     format itself does not notice is not noticed, so a run of meshkit is loaded by `Checkpointer`.
-    Wire: small all-gathers over gloo; the values come from the files.
+    Wire: small values between hosts; the values come from the files.
     Raises: CheckpointError, on every rank the same and before anything is changed, for a folder that has not all names and
     shapes of the model, naming the first.
     """
     run.mesh.agreement.meet("load_dcp", facts={"folder": Path(folder).name, "prefix": prefix})
-    group = host_group(run.mesh, timeout)
+    ranks = run.mesh.host.new_channel(timeout)
 
     def look() -> None:
         model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
         _refuse_other(read_index(Path(folder), pickled=True), full_model_tensors(run.model), Path(folder), prefix)
 
-    on_each_rank(group, "load_dcp()", look)
+    on_each_rank(ranks, "load_dcp()", look)
     targets = {f"{prefix}{name}": tensor for name, tensor in model_tensors(run.model).items()}
     with torch.no_grad():
         reader = FileReader(Path(folder), pickled=True)
-        read_into(targets, reader, group, action=f"reading {folder}, with the run half loaded")
+        read_into(targets, reader, ranks, action=f"reading {folder}, with the run half loaded")
     torch.autograd.graph.increment_version([*targets.values()])  # as `restore` does, and why
 
 

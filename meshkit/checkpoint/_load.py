@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -42,6 +41,7 @@ from meshkit.checkpoint.in_memory import Kept, SlotReader, index_of, snapshot_in
 from meshkit.core.model_state import model_tensors
 from meshkit.core.optimizer_state import HoldsState, finish_update, optimizer_targets, parameter_names, set_optimizer
 from meshkit.errors import CheckpointError
+from meshkit.mesh import HostRanks
 from meshkit.step import Run
 
 logger = logging.getLogger(__name__)
@@ -98,15 +98,15 @@ def _check_named(path: Path, manifest: files.Manifest, *names: str) -> None:
         files.check_file(path / name, manifest.files[name])
 
 
-def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedCheckpoint:
+def open_checked(folder: Path, step: int, ranks: HostRanks) -> SavedCheckpoint:
     """Check every file of a checkpoint, each rank a share, and read what is not tensors.
 
     Raises: CheckpointError, on every rank the same, naming the damaged file and the newest sound step before.
     """
     try:
-        manifest = _check_files(folder, step, group)
+        manifest = _check_files(folder, step, ranks)
     except CheckpointError as damage:
-        _refuse_damaged(folder, step, damage, group)
+        _refuse_damaged(folder, step, damage, ranks)
     path = folder / files.step_name(step)
 
     def read() -> SavedCheckpoint:
@@ -118,14 +118,14 @@ def open_checked(folder: Path, step: int, group: dist.ProcessGroup) -> SavedChec
             index=read_index(path, pickled=pickled),
             snapshot=read_snapshot(path, step, pickled=pickled),
             read_into=lambda targets: read_into(
-                targets, FileReader(path, pickled=pickled), group, action=f"reading {path}, with the run half loaded"
+                targets, FileReader(path, pickled=pickled), ranks, action=f"reading {path}, with the run half loaded"
             ),
         )
 
-    return on_each_rank(group, f"load(step={step})", read)
+    return on_each_rank(ranks, f"load(step={step})", read)
 
 
-def of_memory(kept: Kept, group: dist.ProcessGroup) -> SavedCheckpoint:
+def of_memory(kept: Kept, ranks: HostRanks, device: torch.device) -> SavedCheckpoint:
     """One that the hosts have in memory."""
     index, place = index_of(kept), f"step {kept.step} in memory"
     return SavedCheckpoint(
@@ -139,31 +139,31 @@ def of_memory(kept: Kept, group: dist.ProcessGroup) -> SavedCheckpoint:
         index=index,
         snapshot=snapshot_in_memory(kept),
         read_into=lambda targets: read_into(
-            targets, SlotReader(kept, group), group, action=f"reading {place}, with the run half loaded"
+            targets, SlotReader(kept, ranks, device), ranks, action=f"reading {place}, with the run half loaded"
         ),
     )
 
 
-def _check_files(folder: Path, step: int, group: dist.ProcessGroup) -> files.Manifest:
+def _check_files(folder: Path, step: int, ranks: HostRanks) -> files.Manifest:
     path = folder / files.step_name(step)
     # Each rank reads it: it is small, and a rank that sees another folder than rank 0 is found here.
-    manifest = on_each_rank(group, f"load(step={step})", lambda: files.read_manifest(path))
+    manifest = on_each_rank(ranks, f"load(step={step})", lambda: files.read_manifest(path))
 
     def check() -> None:
-        share = files.share_files(manifest.files, dist.get_world_size(group))[dist.get_rank(group)]
+        share = files.share_files(manifest.files, ranks.size)[ranks.rank]
         for name in share:
             files.check_file(path / name, manifest.files[name])
 
-    gather_results(group, f"load(step={step})", check)
+    gather_results(ranks, f"load(step={step})", check)
     return manifest
 
 
-def _refuse_damaged(folder: Path, step: int, damage: CheckpointError, group: dist.ProcessGroup) -> NoReturn:
+def _refuse_damaged(folder: Path, step: int, damage: CheckpointError, ranks: HostRanks) -> NoReturn:
     """Name the newest sound checkpoint before the damaged one, which takes reading it. The caller chooses, not we."""
-    older_steps = on_rank_0(group, "load()", lambda: [older for older in files.complete_steps(folder) if older < step])
+    older_steps = on_rank_0(ranks, "load()", lambda: [older for older in files.complete_steps(folder) if older < step])
     for older in reversed(older_steps):
         try:
-            _check_files(folder, older, group)
+            _check_files(folder, older, ranks)
         except CheckpointError:
             continue
         raise CheckpointError(
@@ -181,7 +181,7 @@ def restore(
     scheduler: Stateful | None,
     loader: Stateful | None,
     config: Any,
-    group: dist.ProcessGroup,
+    ranks: HostRanks,
 ) -> None:
     """Give the run the saved state, in place. Everything that may refuse comes before the first change.
 
@@ -190,9 +190,9 @@ def restore(
     action = f"load(step={saved.snapshot.step})"
     state = saved.snapshot.state
     stateful = {"scheduler": scheduler, "loader": loader}
-    targets = on_each_rank(group, action, lambda: _targets(run, optimizer, saved, config, stateful))
+    targets = on_each_rank(ranks, action, lambda: _targets(run, optimizer, saved, config, stateful))
     # Before the tensors, since a loader may refuse.
-    on_each_rank(group, action, lambda: loader.load_state_dict(state["loader"]) if loader is not None else None)
+    on_each_rank(ranks, action, lambda: loader.load_state_dict(state["loader"]) if loader is not None else None)
     saved.read_into(targets)
     # DCP copies into local tensors, and a DTensor has a version counter of its own. Whoever keeps a copy of a parameter
     # (a cast, a master weight) learns from the counter that the parameter was written.
@@ -206,7 +206,7 @@ def restore(
     # Last, so that nothing of the load itself draws from the generators after they are set.
     set_rng({key: rng_state for key, rng_state in targets.items() if key.startswith("rng.")})
     if run.mesh.rank == 0:
-        _warn_not_restored(saved, dist.get_world_size(group), stateful)
+        _warn_not_restored(saved, ranks.size, stateful)
 
 
 def _targets(

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from meshkit.checkpoint import _folder as files
-from meshkit.checkpoint._agree import gather_results, on_rank_0
+from meshkit.checkpoint._agree import on_rank_0, shared_out
 from meshkit.checkpoint._dcp import INDEX, METADATA, Checksum, Part, read_index, write_parts
 from meshkit.checkpoint._lease import Lease
 from meshkit.checkpoint._snapshot import STATE, Snapshot, copy_state, encode_config, write_snapshot
@@ -31,6 +30,7 @@ from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.core.model_state import copies_of, model_tensors
 from meshkit.core.optimizer_state import HoldsState, ParameterFacts, finish_update, optimizer_state, parameter_names
 from meshkit.errors import CheckpointError, MeshkitError
+from meshkit.mesh import HostRanks
 from meshkit.parallel.wires import rounding_errors
 from meshkit.step import Run
 
@@ -66,19 +66,6 @@ def collect(
     # State is copied in any case: it is small, and the loader and the schedule go on changing theirs.
     snapshot = Snapshot(step=step, state=copy_state(state), facts=facts, config=encode_config(config))
     return snapshot, parts_to_write({**tensors, **rng_tensors(run.mesh.rank, run.mesh.device)})
-
-
-# [Note: pinning between idle devices]
-# The driver may finish all that is queued on a device before it pins memory. A collective that is queued there ends only
-# when its other ranks have queued theirs, and a rank that pins does not get to queue what they wait for: a deadlock. The
-# first save pins in the middle of training. So each rank waits for its own device before the collectives of a save on the
-# host: all devices are idle then, and no rank leaves the save, to queue more, before all have pinned.
-
-
-def wait_for_device(device: torch.device) -> None:
-    """The host waits for what is queued. A step's numbers are on the host by then, so that this is short."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class HostCopies:
@@ -126,7 +113,7 @@ class WriteJob:
     snapshot: Snapshot
     parts: dict[str, Part]
     mesh: dict[str, int]
-    group: dist.ProcessGroup
+    ranks: HostRanks
     abandoned: list[int]
     keep: int | None
     lease: Lease | None = None
@@ -135,17 +122,21 @@ class WriteJob:
 def write(job: WriteJob) -> None:
     """Write one checkpoint and give it its name. Each phase ends with all ranks agreeing that it succeeded.
 
-    Wire: over `job.group` alone, which no other thread uses meanwhile. Raises: CheckpointError, on every rank the same.
+    Wire: over `job.ranks`, a channel that no other thread uses meanwhile. Raises: CheckpointError, on every rank the same.
     """
     action = f"step {job.snapshot.step} was not saved"
     try:
-        temporary = on_rank_0(job.group, action, lambda: files.make_temporary(job.folder, job.snapshot.step))
-        checksums = write_parts(job.parts, temporary, job.group)
-        reports = gather_results(job.group, action, lambda: (checksums, job.snapshot.facts))
-        on_rank_0(job.group, action, lambda: _publish(job, temporary, reports))
+        temporary = on_rank_0(job.ranks, action, lambda: files.make_temporary(job.folder, job.snapshot.step))
+        checksums = write_parts(job.parts, temporary, job.ranks)
+
+        def publish(reports: list[tuple[dict[str, Checksum], Mapping[str, ParameterFacts]]]) -> list[None]:
+            _publish(job, temporary, reports)
+            return [None] * len(reports)
+
+        shared_out(job.ranks, action, lambda: (checksums, job.snapshot.facts), publish)
     # The same on every rank already. Nobody writes any more: what was written goes, for the disk may be full.
     except MeshkitError:
-        if dist.get_rank(job.group) == 0:
+        if job.ranks.rank == 0:
             shutil.rmtree(files.temporary_of(job.folder, job.snapshot.step), ignore_errors=True)
         raise
     except Exception as error:  # the group itself failed: a rank is gone
@@ -200,7 +191,7 @@ def _manifest(job: WriteJob, temporary: Path, checksums: Mapping[str, Checksum])
     return files.Manifest(
         format=files.FORMAT,
         step=job.snapshot.step,
-        world_size=dist.get_world_size(job.group),
+        world_size=job.ranks.size,
         mesh=job.mesh,
         torch=torch.__version__,
         tensors={

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from meshkit.checkpoint._agree import host_group
 from meshkit.mesh import Mesh
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -37,7 +32,6 @@ class SaveOnSignal:
         self.received: str | None = None
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, _Handler] = {}
-        self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> SaveOnSignal:
         self._before = {number: signal.signal(number, self._receive) for number in self._signals}
@@ -53,19 +47,12 @@ class SaveOnSignal:
     def should_stop(self, mesh: Mesh) -> bool:
         """True on every rank of the mesh once a signal has reached any of them. Call it after each step.
 
-        Wire: one all-reduce of 4 bytes over gloo, which does not wait for the accelerator; nothing on one rank.
+        Wire: a message of 1 KiB up the tree of `mesh.host` and down again, which waits for no accelerator.
         """
-        if mesh.spec.world_size == 1:
-            return self.received is not None
-        if self._group is None:
-            # gloo and not the mesh's group: an all-reduce of NCCL would wait for the step's kernels, and the host
-            # with it.
-            self._group = host_group(mesh, timedelta(minutes=30))
-        # Asked of all ranks at each step, since a signal reaches them at different steps: with MAX they stop after
-        # the same one.
-        flag = torch.tensor(int(self.received is not None), dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+        # Asked of all ranks at each step, since a signal reaches them at different steps: so they stop after the same one.
+        # Between hosts and not over the mesh's group: an all-reduce of NCCL would wait for the step's kernels, and the host
+        # with it.
+        return mesh.host.all_reduce(self.received is not None, any)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name

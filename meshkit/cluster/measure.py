@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshkit.cluster._cluster import Cluster, Host, Measured, Overlap, Tier
 from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
 from meshkit.core._torch import TorchDispatchMode
+from meshkit.mesh import host_ranks
 
 LEAST_S = 0.02  # of a measurement: many calls of what is short
 REPEATS = 5  # of which the median counts
@@ -53,7 +54,7 @@ class Bench:
 
     def _timed(self, run: Callable[[], object], calls: int) -> float:
         if self.group is not None:
-            dist.barrier(self.group)
+            host_ranks(self.group).barrier()
         began = time.perf_counter()
         for _ in range(calls):
             run()
@@ -132,7 +133,7 @@ def _cores(bench: Bench) -> float:
     alone_s = 0.0
     for rank in range(bench.ranks):  # the others wait, and compute nothing
         if bench.group is not None:
-            dist.barrier(bench.group)
+            host_ranks(bench.group).barrier()
         if bench.group is None or dist.get_rank(bench.group) == rank:
             alone_s = alone.seconds(lambda: one @ other)
     alone_s = bench._largest(alone_s)

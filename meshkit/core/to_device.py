@@ -33,6 +33,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return moved
 
 
+def wait_for_device(device: torch.device) -> None:
+    """The host waits for all that is queued there."""
+    if device != HOST:
+        torch.accelerator.synchronize(device)
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """The tensor's values on the host. Waits for the device unless `to_device` moved it and nobody wrote to either since."""
     source, read, written = getattr(tensor, _COPIED, (None, 0, 0))

@@ -1,6 +1,8 @@
 """Who: the axes of a mesh, their sizes, and the ranks of each group."""
 
 from .groups import group_axes as group_axes
+from .host import HostRanks as HostRanks
+from .host import host_ranks as host_ranks
 from .mesh import Mesh as Mesh
 from .mesh import change_axes as change_axes
 from .mesh import device_of as device_of

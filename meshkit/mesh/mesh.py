@@ -27,6 +27,7 @@ from meshkit.core import _torch
 from meshkit.errors import MeshError
 from meshkit.mesh.agreement import Agreement
 from meshkit.mesh.groups import EXPERTS, SHARD, TOKENS, MeshGroups, group_axes, make_groups
+from meshkit.mesh.host import HostRanks, host_ranks
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.mesh.spec import AXIS_NAMES, DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec, no_axis
 from meshkit.mesh.use_once import use_once
@@ -100,6 +101,12 @@ class Mesh:
         self.require_here("mesh.groups")
         assert self.members is not None
         return [group for group in (self.members.all, *self.members.by_axes.values()) if group.size() > 1]
+
+    @property
+    def host(self) -> HostRanks:
+        """All ranks of the mesh, for Python objects and without waiting for devices. The first use makes groups: a collective
+        of all ranks of the mesh."""
+        return host_ranks(self.group)
 
     @cached_property
     def agreement(self) -> Agreement:

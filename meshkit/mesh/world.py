@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from meshkit.core import _torch
 from meshkit.core.calls import calls_ignored
 from meshkit.errors import MeshError
+from meshkit.mesh.host import host_ranks
 from meshkit.mesh.launcher import adopt_slurm
 
 POLL_S = 0.005
@@ -30,7 +31,8 @@ def start_world(device_type: str, timeout: timedelta) -> None:
     Raises: MeshError naming the ranks that have not come within the timeout.
     """
     adopt_slurm()
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else None if device_type != "cpu" else "gloo"
+    # Of a device its own alone: gloo beside it would connect each rank with each other one. See `mesh.host`.
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device_type)
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -129,8 +131,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 @contextmanager
 def main_rank_first() -> Iterator[None]:
     """Rank 0 runs the block first, then all others do: for what one rank builds on disk and the others read. A collective."""
-    if dist.get_rank() > 0:
-        dist.barrier()
+    ranks = host_ranks(_torch.world())
+    if ranks.rank > 0:
+        ranks.barrier()
     yield
-    if dist.get_rank() == 0:
-        dist.barrier()
+    if ranks.rank == 0:
+        ranks.barrier()

@@ -14,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
+from meshkit.core.calls import axis_of
 from meshkit.core.custom_op import watching_bodies
 from meshkit.mesh import DENSE_AXES, Mesh
+from meshkit.mesh.host import HOSTS
 from meshkit.parallel.expert import in_expert_view
 from meshkit.preflight.explain import Message
 
@@ -36,7 +38,10 @@ _OPERATORS = {
 
 @contextmanager
 def observe(mesh: Mesh) -> Iterator[Counter[Message]]:
-    """Count every collective of this rank inside the context, by axis, kind and size; those of compiled code too."""
+    """Count every collective of this rank inside the context, by axis, kind and size; those of compiled code too.
+
+    But not what ranks tell each other between their hosts (`mesh.host`), which takes nothing of the device's links.
+    """
     messages: Counter[Message] = Counter()
     with _Observer(Axes(mesh), messages):
         yield messages
@@ -74,7 +79,7 @@ class _Observer(TorchDispatchMode):
         self._count("all_to_all", (sent.shape[0] - local_rows) * _bytes(sent[:1]), group)
 
     def _count(self, op: str, size: int, group: dist.ProcessGroup) -> None:
-        if size:
+        if size and axis_of(group.group_name) != HOSTS:
             self.messages[Message(self.axes.of(group), op, size)] += 1
 
 

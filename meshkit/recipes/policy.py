@@ -15,11 +15,12 @@ from meshkit.algos.dataflow import PROMPTED, Call, Flow, StreamFlow, Sync, gener
 from meshkit.algos.policy import RolloutRules
 from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
+from meshkit.core import _torch
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
 from meshkit.initialize import init_weights
 from meshkit.lora import init as init_adapters
-from meshkit.mesh import Mesh, init_mesh
+from meshkit.mesh import Mesh, host_ranks, init_mesh
 from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.optim import adamw
 from meshkit.step import Run
@@ -163,7 +164,7 @@ def sampler_of(
     """
     if config.sampler_mesh is None:
         return actor, []
-    dist.barrier()  # until the folder is written
+    host_ranks(_torch.world()).barrier()  # until the folder is written
     sampler = run_from(start, partial(build, meshes["sampler"])) if meshes["sampler"].here else None
     weights = prepare_reallocation(actor, sampler, frozen=False)  # both began with the same folder
     if dist.get_rank() == 0:

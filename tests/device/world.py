@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.device import build, load
 from tests.world import CONTEXT, World
 
-BACKENDS = {"late": "cpu:gloo,late:late", "cuda": "cpu:gloo,cuda:nccl"}
+BACKENDS = {"late": "late:late", "cuda": "nccl"}
 # torchao asks for GPUs when it is imported, after which CUDA refuses to start in what is forked.
 CONTEXTS = {"cuda": mp.get_context("spawn")}
 BY_CHANCE = 0.3  # of what is queued on `late`, some is run by chance so often

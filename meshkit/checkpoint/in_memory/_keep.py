@@ -1,6 +1,7 @@
 """Keeping a checkpoint in memory: this rank's state into its slot, and copies of it into slots of other hosts (peer memory).
 
-Source: Wang et al. 2023 (Gemini): copies on other hosts, in other failure domains, sent beside training.
+Source: Wang et al. 2023 (Gemini): copies on other hosts, in other failure domains, sent beside training; hosts in blocks that
+keep each other's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshkit.checkpoint._agree import gather_results, host_group, on_rank_0
+from meshkit.checkpoint._agree import gather_results, on_rank_0
 from meshkit.checkpoint._dcp import Part
 from meshkit.checkpoint._save import HostCopies, collect
 from meshkit.checkpoint._snapshot import Snapshot
@@ -38,10 +39,11 @@ from meshkit.checkpoint.in_memory._slots import (
     remove_if_empty,
     views,
 )
+from meshkit.core import _torch
 from meshkit.core.optimizer_state import HoldsState
 from meshkit.core.word_sum import word_sum
 from meshkit.errors import CheckpointError
-from meshkit.mesh import Mesh
+from meshkit.mesh import HostRanks, Mesh
 from meshkit.step import Run
 
 ORIGIN = ".in-memory.json"  # in the folder of checkpoints: whose slots are meant
@@ -70,20 +72,37 @@ class InMemory:
 
 
 def partners(hosts: Sequence[str], copies: int) -> list[list[int]]:
-    """For each copy, the rank that keeps that of each rank: on the next host, on the one after that, and so on.
+    """For each copy, the rank that keeps that of each rank: on the next host of its block, on the one after that, and so on.
 
-    hosts: of each rank. The ranks of a host give theirs to those of another in turn.
+    hosts: of each rank. A block is `copies + 1` hosts, the last one with what is left besides: so the fewest sets of hosts
+    can take all copies of a rank with them (Gemini, section 4), and ranks talk with few. The ranks of a host give theirs to
+    those of another in turn.
     """
     names = [*dict.fromkeys(hosts)]
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    width, whole = copies + 1, max(1, len(names) // (copies + 1))
+    blocks = [names[index * width : (index + 1) * width if index < whole - 1 else None] for index in range(whole)]
+    block_of = {name: block for block in blocks for name in block}
     rounds = []
     for copy in range(1, min(copies, len(names) - 1) + 1):
         row = []
         for rank, host in enumerate(hosts):
-            others = ranks[names[(names.index(host) + copy) % len(names)]]
+            block = block_of[host]
+            others = ranks[block[(block.index(host) + copy) % len(block)]]
             row.append(others[ranks[host].index(rank) % len(others)])
         rounds.append(row)
     return rounds
+
+
+def circles(rounds: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks that keep each other's copies, and those of whom they keep them."""
+    circle = {rank: {rank} for rank in range(len(rounds[0]) if rounds else 0)}
+    for row in rounds:
+        for rank, keeper in enumerate(row):
+            if circle[rank] is not circle[keeper]:
+                joined = circle[rank] | circle[keeper]
+                circle |= dict.fromkeys(joined, joined)
+    return sorted({min(each): sorted(each) for each in circle.values()}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +126,11 @@ class Keeper:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="in-memory")
         self._pending: Future[None] | None = None
         self._staging = HostCopies()
-        self._group: dist.ProcessGroup | None = None
+        self._ranks: HostRanks | None = None
         self._origin, self._life, self._saves = "", "", 0
         self._slots: list[_Slots | None] = [None] * SLOTS
         self._rounds: list[list[int]] = []  # see `partners`
+        self._circle: dist.ProcessGroup | None = None  # see `circles`; None on a single host
 
     def _read_origin(self) -> str | None:
         """Of the folder of checkpoints; None where it has none, so that no slot belongs to it."""
@@ -120,19 +140,19 @@ class Keeper:
             return None
         return origin if isinstance(origin, str) else None
 
-    def newest(self, group: dist.ProcessGroup) -> Kept | None:
+    def newest(self, ranks: HostRanks) -> Kept | None:
         """See `_restore.newest`. Collective."""
-        origin = on_rank_0(group, "resume()", self._read_origin)
-        return None if origin is None else newest(self.folder, origin, group)
+        origin = on_rank_0(ranks, "resume()", self._read_origin)
+        return None if origin is None else newest(self.folder, origin, ranks)
 
-    def begin(self, group: dist.ProcessGroup, *, loaded: Kept | None = None) -> None:
+    def begin(self, ranks: HostRanks, *, loaded: Kept | None = None) -> None:
         """A new life, after this was loaded; without it no slot that there is belongs to the folder any more.
 
         Collective; what nobody will load any more goes.
         """
         self.wait()
         origin = None if loaded is None else loaded.origin
-        told = on_rank_0(group, "save_in_memory()", lambda: (origin or self._new_origin(), uuid.uuid4().hex[:16]))
+        told = on_rank_0(ranks, "save_in_memory()", lambda: (origin or self._new_origin(), uuid.uuid4().hex[:16]))
         self._origin, self._life = told
         self._saves, self._slots = 0, [None] * SLOTS
         there = [] if loaded is None else find(self.folder, self._origin)
@@ -160,15 +180,19 @@ class Keeper:
         Raises: CheckpointError, on every rank the same, where a host has not enough memory.
         """
         # Its own: the thread that writes to disk uses the other one.
-        group = self._group = self._group or host_group(mesh, timeout)
+        ranks = self._ranks = self._ranks or mesh.host.new_channel(timeout)
         if not self._life:
-            self.begin(group)
+            self.begin(ranks)
         if self._saves:  # there is something newer than what was loaded, whole on every rank
             remove(self.folder, keeping=lambda name, life: life == self._life)
-        rank, number = dist.get_rank(group), self._saves % SLOTS
+        rank, number = ranks.rank, self._saves % SLOTS
         shards, size = lay_out(parts)
-        told = gather_results(group, "save_in_memory()", lambda: (host_name(), size))
-        self._rounds = partners([host for host, _ in told], self._policy.copies)
+        told = gather_results(ranks, "save_in_memory()", lambda: (host_name(), size))
+        rounds = partners([host for host, _ in told], self._policy.copies)
+        if rounds != self._rounds:
+            self._rounds = rounds
+            groups = [[mesh.ranks[each] for each in circle] for circle in circles(rounds)]
+            (self._circle,) = _torch.split(mesh.group, [groups], backend="gloo", timeout=timeout)
         kept = [sender for row in self._rounds for sender, keeper in enumerate(row) if keeper == rank]
 
         def reserve() -> _Slots:
@@ -180,7 +204,7 @@ class Keeper:
             )
 
         made: list[_Slots] = []
-        gather_results(group, "save_in_memory()", lambda: made.append(reserve()))
+        gather_results(ranks, "save_in_memory()", lambda: made.append(reserve()))
         self._slots[number] = made[0]
 
     def save(self, snapshot: Snapshot, parts: Mapping[str, Part], mesh: dict[str, int]) -> None:
@@ -189,8 +213,7 @@ class Keeper:
         Every rank has waited for its last save, and knows that all others have: the slot of the one before may go.
         """
         slots = self._slots[self._saves % SLOTS]
-        group = self._group
-        assert group is not None and slots is not None and slots.shards.keys() == parts.keys()
+        assert slots is not None and slots.shards.keys() == parts.keys()
         self._saves += 1
         for slot in (slots.own, *slots.copies.values()):
             slot.clear()
@@ -199,7 +222,7 @@ class Keeper:
             self._copy(slots, parts)
         else:  # through pinned memory, while the device goes on
             staged = self._staging.copy(parts)
-        self._pending = self._thread.submit(self._finish, snapshot, slots, staged, mesh, group)
+        self._pending = self._thread.submit(self._finish, snapshot, slots, staged, mesh)
 
     @staticmethod
     @torch.no_grad()
@@ -213,8 +236,8 @@ class Keeper:
         slots: _Slots,
         staged: Mapping[str, Part],
         mesh: dict[str, int],
-        group: dist.ProcessGroup,
     ) -> None:
+        assert self._ranks is not None
         if staged:
             self._copy(slots, staged)
         state, tensors = snapshot.encode()
@@ -222,8 +245,8 @@ class Keeper:
             origin=self._origin,
             life=self._life,
             step=snapshot.step,
-            rank=dist.get_rank(group),
-            ranks=dist.get_world_size(group),
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
             mesh=mesh,
             shards=slots.shards,
             state=state,
@@ -234,23 +257,25 @@ class Keeper:
         ).encode()
         slots.own.complete(header)
         for row in self._rounds:
-            self._send(header, slots, row, group)
+            self._send(header, slots, row, self._ranks.rank)
 
-    @staticmethod
-    def _send(header: bytes, slots: _Slots, row: Sequence[int], group: dist.ProcessGroup) -> None:
+    def _send(self, header: bytes, slots: _Slots, row: Sequence[int], me: int) -> None:
         """One copy of each rank to the rank that keeps it."""
-        me = dist.get_rank(group)
+        group = self._circle
+        assert group is not None
+        circle = next(each for each in circles(self._rounds) if me in each)
+        place = {rank: index for index, rank in enumerate(circle)}
         senders = [sender for sender, keeper in enumerate(row) if keeper == me]
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-        works = [dist.isend(torch.tensor([text.numel()]), group=group, group_dst=row[me])]
-        works += [dist.irecv(size, group=group, group_src=sender) for sender, size in sizes.items()]
+        works = [dist.isend(torch.tensor([text.numel()]), group=group, group_dst=place[row[me]])]
+        works += [dist.irecv(size, group=group, group_src=place[sender]) for sender, size in sizes.items()]
         _wait(works)
         headers = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
-        works = [dist.isend(each, group=group, group_dst=row[me]) for each in (text, slots.own.buffer)]
+        works = [dist.isend(each, group=group, group_dst=place[row[me]]) for each in (text, slots.own.buffer)]
         for sender in senders:
             for each in (headers[sender], slots.copies[sender].buffer):
-                works.append(dist.irecv(each, group=group, group_src=sender))
+                works.append(dist.irecv(each, group=group, group_src=place[sender]))
         _wait(works)
         for sender, received in headers.items():
             slots.copies[sender].complete(received.numpy().tobytes())

@@ -31,6 +31,9 @@ from meshkit.checkpoint._dcp import Index
 from meshkit.checkpoint._snapshot import Snapshot, snapshot_of
 from meshkit.checkpoint._values import decode, dtype_of
 from meshkit.checkpoint.in_memory._slots import Found, Header, find, host_name, views
+from meshkit.mesh import HostRanks
+
+PIECE = 1 << 28  # bytes of a message, and of the device's memory that it takes
 
 Chunk = tuple[str, tuple[int, ...]]
 """(key, offset in the full tensor)"""
@@ -64,14 +67,13 @@ class Kept:
         return self.headers[0].origin
 
 
-def newest(folder: Path, origin: str, group: dist.ProcessGroup) -> Kept | None:
+def newest(folder: Path, origin: str, ranks: HostRanks) -> Kept | None:
     """The newest step of which the hosts have every rank's slot, whole and sound; None where there is none. Collective.
 
     A slot whose sum is another than it was is as good as none.
     """
     found = find(folder, origin)
-    told: list[tuple[str, list[tuple[tuple[int, str, int], int]]]] = [("", [])] * dist.get_world_size(group)
-    dist.all_gather_object(told, (host_name(), [(each.header.group, each.header.rank) for each in found]), group=group)
+    told = ranks.all_gather((host_name(), [(each.header.group, each.header.rank) for each in found]))
     hosts = [host for host, _ in told]
     there: dict[tuple[int, str, int], set[int]] = defaultdict(set)
     for _, slots in told:
@@ -79,22 +81,21 @@ def newest(folder: Path, origin: str, group: dist.ProcessGroup) -> Kept | None:
             there[which].add(saved)
     for which in sorted(there, reverse=True):
         if there[which] == {*range(which[-1])}:
-            kept = _checked([each for each in found if each.header.group == which], hosts, group)
+            kept = _checked([each for each in found if each.header.group == which], hosts, ranks)
             if len(kept.headers) == which[-1]:
                 return kept
     return None
 
 
-def _checked(found: Sequence[Found], hosts: list[str], group: dist.ProcessGroup) -> Kept:
+def _checked(found: Sequence[Found], hosts: list[str], ranks: HostRanks) -> Kept:
     """Each rank looks at a share of the slots of its host."""
-    me = dist.get_rank(group)
+    me = ranks.rank
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
     buffers, headers = dict[int, Tensor](), dict[int, Header]()
     for number, each in enumerate(sorted(found, key=lambda each: each.header.rank)):
         if neighbours[number % len(neighbours)] == me and (buffer := each.read()) is not None:
             buffers[each.header.rank], headers[each.header.rank] = buffer, each.header
-    told: list[dict[int, Header]] = [{}] * len(hosts)
-    dist.all_gather_object(told, headers, group=group)
+    told = ranks.all_gather(headers)
     servers: dict[int, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(told):
         for saved in of_rank:
@@ -123,8 +124,8 @@ def index_of(kept: Kept) -> Index:
 class SlotReader(StorageReader):
     """Reads for torch.distributed.checkpoint: what another rank has, it sends. All ranks of the group read at once."""
 
-    def __init__(self, kept: Kept, group: dist.ProcessGroup) -> None:
-        self._kept, self._group = kept, group
+    def __init__(self, kept: Kept, ranks: HostRanks, device: torch.device) -> None:
+        self._kept, self._ranks, self._device = kept, ranks, device
         self._chunks: dict[Chunk, int] = {}  # the saved rank that has it
         for saved, header in kept.headers.items():
             for key, shard in header.shards.items():
@@ -172,14 +173,13 @@ class SlotReader(StorageReader):
 
     def _server(self, saved: int) -> int:
         """This rank, else one of its host, else any."""
-        me, hosts = dist.get_rank(self._group), self._kept.hosts
+        me, hosts = self._ranks.rank, self._kept.hosts
         return min(self._kept.servers[saved], key=lambda rank: (rank != me, hosts[rank] != hosts[me], rank))
 
     def _exchange(self, wishes: Mapping[int, list[Wish]]) -> Iterator[tuple[int, Tensor]]:
         """(server, its answer, uint8): to the next rank and from the one before, then two further, and so on."""
-        me, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        of_ranks: list[Mapping[int, list[Wish]]] = [{}] * ranks
-        dist.all_gather_object(of_ranks, wishes, group=self._group)
+        me, ranks = self._ranks.rank, self._ranks.size
+        of_ranks = self._ranks.all_gather(wishes)
         for distance in range(ranks):
             to, of = (me + distance) % ranks, (me - distance) % ranks
             answer = self._answer(of_ranks[to].get(me, []))
@@ -188,16 +188,24 @@ class SlotReader(StorageReader):
                 continue
             wanted = wishes.get(of, [])
             received = torch.empty(sum(map(self._bytes, wanted)), dtype=torch.uint8)
-            works = []
-            if answer.numel():
-                works.append(dist.isend(answer, group=self._group, group_dst=to))
-            if received.numel():
-                works.append(dist.irecv(received, group=self._group, group_src=of))
-            for work in works:
-                assert work is not None  # this rank is in the group
-                work.wait()
+            self._swap(answer, to, received, of)
             if wanted:
                 yield of, received
+
+    def _swap(self, answer: Tensor, to: int, received: Tensor, of: int) -> None:
+        """Over the group of training, whose links are the fastest, by way of the device."""
+        group = self._ranks.parent
+        for first in range(0, max(answer.numel(), received.numel()), PIECE):
+            sent, coming = answer[first : first + PIECE], received[first : first + PIECE]
+            buffer = torch.empty_like(coming, device=self._device)
+            ops = []
+            if sent.numel():
+                ops.append(dist.P2POp(dist.isend, sent.to(self._device), group=group, group_peer=to))
+            if coming.numel():
+                ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=of))
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            coming.copy_(buffer)
 
     def _answer(self, wishes: Sequence[Wish]) -> Tensor:
         parts = []

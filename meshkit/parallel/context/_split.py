@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +15,7 @@ from meshkit.core.to_device import to_device
 from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED
 from meshkit.mask import Mask
+from meshkit.mesh import HostRanks, host_ranks
 from meshkit.parallel.context._groups import microbatches_of, plan_step
 from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._scheme import Choice, choose_for_rows
@@ -66,6 +66,10 @@ class Context:
     costs: LengthCosts | None = None  # by which dynamic groups are planned
     choice: Choice | None = None  # of the last batch
     plan: LengthPlan | None = None  # of the last step, with dynamic groups
+    hosts: HostRanks = field(init=False)  # of cp; made here and not in the first batch, for to make it is a collective
+
+    def __post_init__(self) -> None:
+        self.hosts = host_ranks(self.axis.get_group())
 
     @property
     def rank(self) -> int:
@@ -166,22 +170,21 @@ class Context:
     def _refuse_different_batches(self, ids: Tensor, layout: Layout) -> None:
         """Raise if the ranks of cp hold different batches: their plans would differ, and their messages would not match.
 
-        Wire: one all-reduce of two numbers over cp.
+        Wire: two numbers between the hosts of cp, who wait for no device.
         """
         content = torch.cat([ids.flatten().cpu(), layout.table(), torch.tensor(ids.shape)])
         # Weighted by place, so that a permutation of the tokens is another batch; int64 may wrap round, on all ranks alike.
         digest = (content * torch.arange(1, content.numel() + 1)).sum() + 1_000_003 * content.numel()
-        group = self.axis.get_group()
-        # A group that also has a backend for CPU tensors (gloo) compares on the host, without waiting for the device.
-        on_host = "cpu" in dist.get_backend_config(group)
-        # One MAX of (x, -x) is maximum and minimum at once: they are equal where all ranks agree.
-        extremes = torch.stack([digest, -digest]).to("cpu" if on_host else self.axis.device_type)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if int(extremes[0]) != -int(extremes[1]):
+        own = int(digest)
+        if self.hosts.all_reduce((own, own), _extremes) != (own, own):
             raise DataError(
                 f"split_batch: the ranks of cp={self.axis.size()} were given different batches. Ranks that differ only in "
                 "cp read the same rows, with the same positions and mask: load them by mesh.data_rank of mesh.data_ranks."
             )
+
+
+def _extremes(pairs: list[tuple[int, int]]) -> tuple[int, int]:
+    return min(low for low, _ in pairs), max(high for _, high in pairs)
 
 
 def _refuse_odd_shapes(batch: dict[str, Tensor]) -> tuple[int, int]:

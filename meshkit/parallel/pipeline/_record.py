@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from meshkit.core.to_device import wait_for_device
+from meshkit.mesh import host_ranks
 from meshkit.parallel.pipeline._simulate import Times
 from meshkit.parallel.pipeline._table import Op, Schedule, Task
 
@@ -69,7 +71,8 @@ class Recording:
         """Wire: a barrier, whose end is time 0 on every rank."""
         self.group, self.rank = group, rank
         # The clocks of ranks are not synchronised: the end of a barrier is the one moment that all of them know.
-        dist.barrier(group)
+        wait_for_device(device)
+        host_ranks(group).barrier()
         self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._stamps: list[tuple[Task, object, object]] = []
         self.schedule: Schedule | None = None  # of the last step

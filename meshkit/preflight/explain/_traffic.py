@@ -33,8 +33,6 @@ from meshkit.strategy import Level
 def add_context(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> None:
     """The cp axis in the forward and backward of one microbatch."""
     assert batch.layout is not None
-    # `split_batch` compares a digest of the batch: two int64, of which a MAX is the largest and the smallest at once.
-    log.add("cp", "all_reduce", 16, "batches compared, forward")
     _add_whole(log, rank_model, batch)
     _add_lines(log, rank_model, batch)
     _add_mixers(log, rank_model, batch)

@@ -36,8 +36,8 @@ class Part:
 @dataclass(frozen=True)
 class Call:
     """A collective, or one or more sends and receives. size: elements, None where ranks may differ. parts: of
-    point-to-point. batched: by `batch_isend_irecv`. waited: the compute stream waits for it at once. on_host: by gloo, of
-    tensors on the host. where: file and line."""
+    point-to-point. batched: by `batch_isend_irecv`. waited: the compute stream waits for it at once. on_host: between
+    hosts, beside the communicators. where: file and line."""
 
     op: str
     group: Group

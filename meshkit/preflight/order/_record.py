@@ -16,7 +16,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from meshkit.core import _torch
 from meshkit.core._torch import TorchDispatchMode, tree_leaves
 from meshkit.core.custom_op import watching_bodies
-from meshkit.mesh import Mesh
+from meshkit.mesh import HostRanks, Mesh
 from meshkit.preflight._collectives import BETWEEN_TWO, NAMES, SAME_SIZE, SPACES, WAITS
 from meshkit.preflight._where import where
 from meshkit.preflight.observe import Axes
@@ -24,9 +24,10 @@ from meshkit.preflight.order._calls import Call, Event, Group, HostWait, Part, W
 
 # [Note: what is seen of a call]
 # A dispatch mode sees every operator of c10d, and those that read a value. It does not see which works belong to which call,
-# what is a batch, and what of it is of objects, which gloo sends beside NCCL. Those are told by the functions of
-# torch.distributed, which are wrapped inside the context, as is `Work.wait`. So are those that make groups: on communicators
-# a group is a split of its parent, for which the hosts of all ranks of the parent wait, whether they come into it or not.
+# what is a batch, and what is of objects, which travel on the device, for which the host waits then. Those are told by the
+# functions of torch.distributed, which are wrapped inside the context, as is `Work.wait`. So are those that make groups: on
+# communicators a group is a split of its parent, for which the hosts of all ranks of the parent wait, whether they come into
+# it or not. What ranks tell each other between their hosts (`mesh.HostRanks`) is one call of all of them.
 _RETURN_WORKS = (
     "all_reduce",
     "all_gather",
@@ -60,6 +61,8 @@ def recording(mesh: Mesh | None) -> Iterator[list[Event]]:
             function = wrap(getattr(dist, name))  # one for all modules: a batch compares its functions
             for owner in _MAKERS if name in makers else _MAKERS[:2]:
                 stack.enter_context(patch.object(owner, name, function))
+        for name in ("reduce", "broadcast", "scatter"):
+            stack.enter_context(patch.object(HostRanks, name, recorder.with_hosts(name, getattr(HostRanks, name))))
         stack.enter_context(patch.object(dist.Work, "wait", recorder.with_wait(dist.Work.wait)))
         stack.enter_context(patch.object(Tensor, "tolist", recorder.with_host_wait(Tensor.tolist)))
         stack.enter_context(recorder)
@@ -109,7 +112,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if op == "wait_tensor":
             self._wait(self._results.get(args[0].data_ptr()))
-        if op in WAITS:
+        if op in WAITS or self._on_host:
             return func(*args, **(kwargs or {}))
         known = len(self.events)
         self._call(NAMES.get(op, op), args)
@@ -132,8 +135,8 @@ class _Recorder(TorchDispatchMode):
             else:
                 self.events.append(Call("p2p", known, parts=(part,), batched=False, where=where()))
             return
-        size, dtype = (tensor.numel(), str(tensor.dtype)) if op in SAME_SIZE and not self._on_host else (None, "")
-        self.events.append(Call(op, known, size, dtype, on_host=bool(self._on_host), where=where()))
+        size, dtype = (tensor.numel(), str(tensor.dtype)) if op in SAME_SIZE else (None, "")
+        self.events.append(Call(op, known, size, dtype, where=where()))
 
     def _group(self, group: dist.ProcessGroup) -> Group:
         name = group.group_name
@@ -178,9 +181,22 @@ class _Recorder(TorchDispatchMode):
     def with_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.events.append(HostWait(where()))
+            return result
+
+        return call
+
+    def with_hosts(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(ranks: HostRanks, *args: Any) -> Any:
+            if not ranks.alone:
+                self.events.append(
+                    Call(f"{name} between hosts", self._group(ranks.parent), on_host=True, where=where())
+                )
             self._on_host += 1
             try:
-                return function(*args, **kwargs)
+                return function(ranks, *args)
             finally:
                 self._on_host -= 1
 

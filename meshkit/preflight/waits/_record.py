@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from meshkit.core.to_device import HOST
 from meshkit.errors import MeshkitError
-from meshkit.mesh import Mesh
+from meshkit.mesh import HostRanks, Mesh
 from meshkit.preflight.waits._functions import DEVICE, Functions
 from meshkit.preflight.waits._lies import Lies
 from meshkit.preflight.waits._operators import Operators
@@ -49,6 +49,8 @@ def recording(run: Run | Mesh) -> Iterator[Waits]:
             function = operators.with_objects(name, getattr(dist, name))
             for owner in (dist, distributed_c10d):
                 stack.enter_context(patch.object(owner, name, function))
+        for name in ("reduce", "broadcast", "scatter"):
+            stack.enter_context(patch.object(HostRanks, name, operators.unseen(getattr(HostRanks, name))))
         stack.enter_context(patch.object(torch, "Event", partial(_Event, operators)))
         stack.enter_context(patch.object(Mesh, "device", property(lambda mesh: DEVICE)))
         stack.enter_context(Functions(operators))

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import meshkit as mk
-from meshkit.checkpoint._agree import host_group
 from meshkit.core import _torch
 from meshkit.parallel.pipeline._channels import in_rounds, open_channels, ways_of
 from meshkit.preflight.order import EAGER, LAZY, Call, Event, deadlock, gathered, mismatches, recording
@@ -49,7 +48,7 @@ def mesh_and_what_is_made_later(text: str, ranks: tuple[int, ...] | None) -> Non
     open_channels.cache_clear()
     placement = [*range(mesh.spec.pp), *range(mesh.spec.pp)]
     open_channels(mesh["pp"].get_group(), in_rounds(ways_of(placement, tied=True)), mesh.device)
-    host_group(mesh, TIMEOUT)
+    _ = mesh.host
 
 
 PARTS = {

@@ -1,0 +1,200 @@
+"""Values of the host (Python objects) between ranks, beside a device's communicator: over a tree of small gloo groups.
+
+The host waits for no device in them, a thread may use them beside training, and a rank has few sockets, whatever the world.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import chain, count
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.core import _torch
+from meshkit.core.calls import name_group
+from meshkit.core.waiting import waiting
+
+T = TypeVar("T")
+
+WIDTH = 16
+"""ranks in a group of the tree"""
+HOSTS = "hosts"
+"""what its groups are called, where calls are told by their axis"""
+HEAD, _SIZE = 1024, 8  # bytes of a value's first message, in which most are whole, and of them for how many it has
+
+# [Note: a tree of groups]
+# gloo connects each rank of a group with each other one, so that a group of all ranks costs a rank as many sockets as there
+# are ranks, and its all-gathers go once around all of them. Here each 16 ranks are a group, their first ranks are groups of
+# 16 again, and so on: values go up to the first rank of all and down again. On 16,384 ranks the first has 48 sockets, most
+# have 15, and a value travels 8 times.
+
+
+class HostRanks:
+    """The ranks of a process group, meeting on the host. Its methods are collectives of them, in one order on all.
+
+    Wire: a value up a tree, or down, in one message of 1 KiB, or two.
+    Raises: RuntimeError or DistError where another rank is lost, or does not come within the timeout.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.parent, self.rank, self.size, self.timeout = parent, parent.rank(), parent.size(), timeout
+        self._channel, self._channels = 0, count(1)
+        self._groups: list[tuple[int, dist.ProcessGroup]] = []  # with their levels, from the lowest up
+        self.alone = self.size == 1 or _torch.is_fake_group(parent)
+        if self.alone:
+            return
+        ranks = dist.get_process_group_ranks(parent)
+        partitions = [[[ranks[each] for each in group] for group in level] for level in levels(self.size)]
+        groups = _torch.split(parent, partitions, backend="gloo", timeout=timeout)
+        for level, group in enumerate(groups):
+            if group is not None:
+                name_group(group.group_name, HOSTS)
+                self._groups.append((level, group))
+
+    def new_channel(self, timeout: timedelta) -> HostRanks:
+        """The same ranks on the same sockets, for a thread that meets beside others. Every rank makes its channels in one
+        order."""
+        channel: HostRanks = object.__new__(HostRanks)
+        channel.__dict__.update(self.__dict__, _channel=next(self._channels), timeout=timeout)
+        return channel
+
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+        self.all_reduce(None, lambda _: None)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Each rank's value, in order, on the first rank; None on all others."""
+        return self.reduce([value], lambda parts: [*chain.from_iterable(parts)])
+
+    def all_gather(self, value: T) -> list[T]:
+        """Each rank's value, in order, on every rank."""
+        return cast(list[T], self.broadcast(self.gather(value)))
+
+    def all_reduce(self, value: T, combine: Callable[[list[T]], T]) -> T:
+        """As `reduce`, on every rank."""
+        return cast(T, self.broadcast(self.reduce(value, combine)))
+
+    def reduce(self, value: T, combine: Callable[[list[T]], T]) -> T | None:
+        """Their values as one, on the first rank; None on all others.
+
+        combine: makes one of several, in the order of ranks, some of which it has made of others before.
+        """
+        if self.alone:
+            return combine([value] * self.size)
+        with waiting(f"the values of {self.size} ranks on the host"):
+            for _, group in self._groups:
+                if group.rank() > 0:
+                    self._send({0: _packed(value)}, group)
+                    return None
+                value = combine([value, *map(_unpacked, self._receive(range(1, group.size()), group))])
+        return value
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        if self.alone:
+            return value
+        content = _packed(value) if self.rank == 0 else torch.empty(0)
+        with waiting(f"the first of {self.size} ranks, on the host"):
+            for _, group in reversed(self._groups):
+                if group.rank() > 0:
+                    (content,) = self._receive([0], group)
+                else:
+                    self._send(dict.fromkeys(range(1, group.size()), content), group)
+        return value if self.rank == 0 else cast(T, _unpacked(content))
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Each rank its own of the first rank's values, one for each; None on all others."""
+        part = list(values or ())
+        if self.alone:
+            return part[self.rank]
+        with waiting(f"the first of {self.size} ranks, on the host"):
+            for level, group in reversed(self._groups):
+                unit = WIDTH**level  # ranks below each of the group's
+                if group.rank() > 0:
+                    (content,) = self._receive([0], group)
+                    part = _unpacked(content)
+                else:
+                    others = {each: _packed(part[each * unit : (each + 1) * unit]) for each in range(1, group.size())}
+                    self._send(others, group)
+                    part = part[:unit]
+        return part[0]
+
+    def _send(self, contents: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
+        """contents: bytes for ranks of the group."""
+        works = []
+        for peer, content in contents.items():
+            head = torch.zeros(HEAD, dtype=torch.uint8)
+            head[:_SIZE] = torch.tensor([content.numel()]).view(torch.uint8)
+            head[_SIZE : _SIZE + content.numel()] = content[: HEAD - _SIZE]
+            works += [
+                dist.isend(each, group=group, group_dst=peer, tag=self._channel) for each in _parts(head, content)
+            ]
+        self._wait(works)
+
+    def _receive(self, peers: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+        heads = [torch.empty(HEAD, dtype=torch.uint8) for _ in peers]
+        self._wait(
+            [
+                dist.irecv(head, group=group, group_src=peer, tag=self._channel)
+                for peer, head in zip(peers, heads, strict=True)
+            ]
+        )
+        contents = [torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8) for head in heads]
+        works = []
+        for peer, head, content in zip(peers, heads, contents, strict=True):
+            first = head[_SIZE : _SIZE + content.numel()]
+            content[: first.numel()] = first
+            rest = _parts(head, content)[1:]
+            works += [dist.irecv(each, group=group, group_src=peer, tag=self._channel) for each in rest]
+        self._wait(works)
+        return contents
+
+    def _wait(self, works: Sequence[dist.Work | None]) -> None:
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait(self.timeout)
+
+
+def _packed(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(content: Tensor) -> Any:
+    return pickle.loads(content.numpy().data)
+
+
+def _parts(head: Tensor, content: Tensor) -> list[Tensor]:
+    """The messages of a value: its head, and what of it has no room there."""
+    rest = content[HEAD - _SIZE :]
+    return [head, rest] if rest.numel() else [head]
+
+
+def levels(size: int) -> list[list[list[int]]]:
+    """The groups of a tree over `size` ranks, from the lowest level up, those of more than one rank. See [Note: a tree of
+    groups]."""
+    found = []
+    ranks = list(range(size))
+    while len(ranks) > 1:
+        groups = [ranks[first : first + WIDTH] for first in range(0, len(ranks), WIDTH)]
+        found.append([group for group in groups if len(group) > 1])
+        ranks = [group[0] for group in groups]
+    return found
+
+
+_made: dict[str, HostRanks] = {}
+
+
+def host_ranks(group: dist.ProcessGroup, timeout: timedelta | None = None) -> HostRanks:
+    """Those of a process group, made at the first call, which is a collective of its ranks on their main threads.
+
+    timeout: of that group's operations if not given. Wire: then names over `group`.
+    """
+    known = _made.get(group.group_name)
+    if known is None or known.parent is not group:
+        known = _made[group.group_name] = HostRanks(group, timeout or _torch.timeout_of(group))
+    return known
