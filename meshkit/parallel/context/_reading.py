@@ -218,6 +218,7 @@ class Reader:
             return found
         own = len(_TOKENS[0])
         rank = self._on_rank(doors, call, own)
+        read = {id(each) for each in live(rank, (rank.result, dict(rank.kept)), writes=False).operations}
         for operation in rank.operations:
             name = rank.calls[operation.call].name
             gathers = operation.name == GATHER_TOKENS
@@ -225,7 +226,8 @@ class Reader:
                 (ref,) = tensors(operation.args) if gathers else tensors(operation.outputs)
                 count = torch.Size(ref.shape).numel() // (own if gathers else 1)
                 one_row = gathers and operation.args[1] == 0
-                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, operation.trains, one_row))
+                trains = operation.trains and id(operation) in read  # what a cache keeps alone does not
+                found[name] = (*found.get(name, ()), Sent(gathers, count, ref.dtype, trains, one_row))
         return found
 
     def _wider(self, doors: Doors, call: Call) -> Trace:
