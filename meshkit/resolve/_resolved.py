@@ -81,7 +81,7 @@ class Resolved:
         params = dict(self.program.model.named_parameters(remove_duplicate=False))
         inside = tuple(f"{name}." for name in self.experts)
         whole = [
-            *whole_parameters(params),
+            *whole_parameters(params, [*self.experts, *self.blocks, *self.units]),
             *(name for name in params if self._leaves_nothing(name, params[name].shape)),
         ]
         return frozenset(name for name in whole if not name.startswith(inside))

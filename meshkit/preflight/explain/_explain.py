@@ -32,7 +32,15 @@ from meshkit.preflight.explain._links import link_notes
 from meshkit.preflight.explain._period import period_of_model, period_of_run
 from meshkit.preflight.explain._pipeline_table import PipelineTable
 from meshkit.preflight.explain._rank import LocalBatch, RankModel, microbatch_mask
-from meshkit.preflight.explain._traffic import add_context, add_data, add_pipeline, add_scalars, add_scales, add_tied
+from meshkit.preflight.explain._traffic import (
+    add_context,
+    add_data,
+    add_pipeline,
+    add_scalars,
+    add_scales,
+    add_tied,
+    add_whole,
+)
 from meshkit.preflight.explain._traffic_experts import add_balance, add_experts, add_step_balance, expert_notes
 from meshkit.preflight.explain._traffic_tensor import add_tensor
 from meshkit.program import read_program
@@ -201,6 +209,7 @@ def _add_step(log: TrafficLog, rank_model: RankModel, microbatches: int) -> None
     add_step_balance(log, rank_model)
     add_scales(log, rank_model)
     add_data(log, rank_model, microbatches)
+    add_whole(log, rank_model)
     if rank_model.cut is not None:
         add_tied(log, rank_model, rank_model.cut)
     add_scalars(log, rank_model)

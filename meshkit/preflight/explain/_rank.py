@@ -16,6 +16,7 @@ from meshkit.core.sharding import chunk
 from meshkit.mask import Mask
 from meshkit.memory import Treatment
 from meshkit.mesh import MeshSpec, group_axes
+from meshkit.mesh.groups import TOKENS
 from meshkit.parallel.context import Layout
 from meshkit.parallel.expert import ExpertLayout, in_expert_view
 from meshkit.parallel.pipeline import Cut
@@ -43,6 +44,8 @@ class LocalParam:
     """axis of the expert mesh -> the tensor dim that it splits"""
     fp8: bool = False
     """gathered in fp8, one byte an element"""
+    whole: bool = False
+    """kept whole by every data rank"""
 
     @property
     def numel(self) -> int:
@@ -51,7 +54,7 @@ class LocalParam:
     @cached_property
     def kind(self) -> Hashable:
         """What the bytes depend on that ranks keep and send of it."""
-        return self.shape, self.dtype, self.trains, self.expert, self.fp8
+        return self.shape, self.dtype, self.trains, self.expert, self.fp8, self.whole
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ class RankModel:
 
     def sharded_over(self, param: LocalParam) -> tuple[str, int, int]:
         """(axis, its size, this rank's index on it) over which fully_shard shards the parameter."""
+        if param.whole:
+            return "", 1, 0
         spec, inner = self.spec, self.spec.ep * self.spec.etp if param.expert else self.spec.tp
         index = (self.at("dp_replicate") * spec.dp_shard * spec.cp * spec.tp + self._inner_index) // inner
         axis, size = self.axis(axes_between("none", self.shardings.states, experts=param.expert))
@@ -201,7 +206,9 @@ class RankModel:
         placements: dict[str, str] = {}
         if self.cut is not None:
             placements["pp"] = f"stage {self.cut.stages.stage_of(name)}"
-        outside, copies = self.axis(axes_outside(self.shardings.states, experts=param.expert))
+        outside, copies = self.axis(
+            TOKENS if param.whole else axes_outside(self.shardings.states, experts=param.expert)
+        )
         if copies > 1:
             placements[outside] = "Replicate"
         axis, shards, _ = self.sharded_over(param)
@@ -230,7 +237,7 @@ class RankModel:
         _, shards, index = self.sharded_over(param)
         if shards > 1:
             # FSDP2 splits dim 0 as torch.chunk does, so the last ranks have fewer rows, or none.
-            rows = chunk(shape[0], shards, index) if shape else slice(0, 1)
+            rows = chunk(shape[0], shards, index)
             shape[:1] = [rows.stop - rows.start]
         return prod(shape) * param.dtype.itemsize
 
@@ -256,7 +263,12 @@ def local_params(rank_model: RankModel) -> dict[str, LocalParam]:
             local = chunk(shape[placement.dim], rank_model.spec.tp, rank_model.at("tp"))
             shape[placement.dim] = local.stop - local.start
         params[name] = LocalParam(
-            tuple(shape), tuple(param.shape), param.dtype, param.requires_grad, fp8=name in in_fp8
+            tuple(shape),
+            tuple(param.shape),
+            param.dtype,
+            param.requires_grad,
+            fp8=name in in_fp8,
+            whole=name in rank_model.resolved.whole,
         )
     return params
 

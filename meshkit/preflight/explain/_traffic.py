@@ -17,6 +17,7 @@ from meshkit.errors import PlanError
 from meshkit.loss.linear_logits import head_of
 from meshkit.mesh import EXPERT_AXES, MeshSpec
 from meshkit.mesh.agreement import MEETING_BYTES
+from meshkit.mesh.groups import TOKENS
 from meshkit.parallel.context import Layout, Shape, attention_shape, halo_traffic, state_traffic, traffic
 from meshkit.parallel.data import kept_units, reduction_dtype, shard_units
 from meshkit.parallel.expert import in_expert_view
@@ -277,6 +278,23 @@ def _unit_bytes(rank_model: RankModel, params: Sequence[LocalParam]) -> _UnitByt
     )
 
 
+def add_whole(log: TrafficLog, rank_model: RankModel) -> None:
+    """The all-reduces of `reduce_whole`: the gradients of each dtype, and a number for each, once a step."""
+    axis, size = rank_model.axis(TOKENS)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for param in rank_model.params.values():
+        if param.whole and param.trains:
+            by_dtype.setdefault(param.dtype, []).append(param.numel)
+    for dtype, elements in by_dtype.items():
+        log.add(
+            axis,
+            "all_reduce",
+            (sum(elements) + len(elements)) * dtype.itemsize,
+            "gradients of parameters kept whole, backward",
+            int(size > 1),
+        )
+
+
 def add_scales(log: TrafficLog, rank_model: RankModel) -> None:
     """The all-reduce of the maxima of all weights that are gathered in fp8, once a step; see `shared_scales`."""
     weights = [param for param in rank_model.params.values() if param.fp8]
@@ -311,7 +329,7 @@ def _units(rank_model: RankModel) -> list[_Unit]:
     # FSDP prefetches the next unit in backward, also the last one before the first gradient, which backward does not use. It
     # stays gathered for the forward of the next microbatch: one more gather in all, not one a microbatch.
     prefetched = rank_model.flow.last_without_gradient([*blocks, *units])
-    rest, found = dict(rank_model.params), []
+    rest, found = {name: param for name, param in rank_model.params.items() if not param.whole}, []
     # Experts first, as `parallelize` shards them first: what a unit has taken, none around it takes.
     for unit in (*expert_units, *shard_units(names, [*blocks, *units]), ""):
         inside = [name for name in rest if name.startswith(f"{unit}." * bool(unit))]
@@ -336,8 +354,7 @@ def _units(rank_model: RankModel) -> list[_Unit]:
 def _part(param: LocalParam, shards: int) -> int:
     """Elements that a rank sends of the parameter: of its shard, padded to the first rank's, as FSDP2 does."""
     # Collectives into one tensor take equal parts from all ranks, so the last, smaller shard is padded in the message.
-    rows = param.shape[0] if param.shape else 1
-    return -(-rows // shards) * prod(param.shape[1:])
+    return -(-param.shape[0] // shards) * prod(param.shape[1:])
 
 
 def add_pipeline(
