@@ -109,7 +109,7 @@ def write_parts(parts: dict[str, Part], folder: Path, ranks: HostRanks) -> dict[
         return written
 
     def finish(results: list[list[WriteResult]]) -> list[None]:
-        writer.finish(whole[0], results)
+        _naming_rank(action, lambda: writer.finish(whole[0], results))()
         return [None] * ranks.size
 
     own = shared_out(ranks, action, plan, plan_all)

@@ -604,7 +604,8 @@ def two_dtypes(spec: str, sizes: tuple[int, ...], microbatches: int, zero: int) 
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes", "zero"), [*((*split, zero) for split in SPLITS for zero in (1, 3)), ("pp=2 dp_shard=2", (5, 3), 1)]
+    ("spec", "sizes", "zero"),
+    [*((*split, zero) for split in SPLITS for zero in (1, 3)), ("pp=2 dp_shard=2", (5, 3), 1)],
 )
 def test_the_few_parameters_of_a_second_dtype_are_kept_whole(spec: str, sizes: tuple[int, ...], zero: int) -> None:
     assert all(pool(mk.MeshSpec.parse(spec).world_size).run(two_dtypes, spec, sizes, 2, zero))

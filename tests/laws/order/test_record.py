@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshkit.mesh import host_ranks
 from meshkit.preflight.order import EAGER, LAZY, Call, Event, HostWait, Wait, deadlock, gathered, mismatches, recording
 from tests.laws.parity.cases import mesh_for
 from tests.world import pool
@@ -98,6 +99,7 @@ def values_and_works(rank: int, a: dist.ProcessGroup, b: dist.ProcessGroup) -> N
     torch.ones(2).tolist()
     found = [None, None]
     dist.all_gather_object(found, "object", group=a)
+    host_ranks(a).all_gather("object")
 
 
 def test_events_are_in_the_order_of_the_host() -> None:
@@ -107,10 +109,13 @@ def test_events_are_in_the_order_of_the_host() -> None:
             every = [event for event in events if isinstance(event, Call) and not event.on_host]
             made = len([call for call in every if call.where == "init_mesh"])  # the first uses of the mesh's groups
             calls = every[made:]
-            assert [(call.op, call.size) for call in calls] == [("all_reduce", 3), ("all_reduce", 4)]
-            assert [event.of - made for event in events if isinstance(event, Wait)] == [1, 0]
-            assert sum(isinstance(event, HostWait) for event in events) == 2
-            assert any(isinstance(event, Call) and event.on_host for event in events)
+            assert [(call.op, call.size) for call in calls[:2]] == [("all_reduce", 3), ("all_reduce", 4)]
+            objects = ["all_gather"] * 2 + ["broadcast"] * 2  # of an object its size first; a group's name
+            assert [call.op for call in calls[2:]] == objects
+            assert [event.of - made for event in events if isinstance(event, Wait)][:2] == [1, 0]
+            assert sum(isinstance(event, HostWait) for event in events) >= 2 + 2
+            between = [event.op for event in events if isinstance(event, Call) and event.on_host]
+            assert between == ["make the group", "reduce between hosts", "broadcast between hosts"]
             assert all("test_record.py" in call.where for call in calls)
 
 
