@@ -116,7 +116,7 @@ def test_events_are_in_the_order_of_the_host() -> None:
             assert sum(isinstance(event, HostWait) for event in events) >= 2 + 2
             between = [event.op for event in events if isinstance(event, Call) and event.on_host]
             assert between == ["make the group", "reduce between hosts", "broadcast between hosts"]
-            assert all("test_record.py" in call.where for call in calls)
+            assert all("test_record.py" in call.where for call in calls[:4])
 
 
 def other_sizes(rank: int, a: dist.ProcessGroup, b: dist.ProcessGroup) -> None:
