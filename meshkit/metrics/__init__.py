@@ -1,7 +1,7 @@
 """Metrics of a run: throughput, MFU, peak memory, gradient noise, logger, profiler. Importing it needs only torch."""
 
-from ._logger import load_picture as load_picture
-from ._logger import load_scalars as load_scalars
+from ._load import load_picture as load_picture
+from ._load import load_scalars as load_scalars
 from ._flops import FlopsPerToken as FlopsPerToken
 from ._flops import ModelFlops as ModelFlops
 from ._flops import document_lengths as document_lengths
@@ -17,7 +17,9 @@ from ._noise import GradientNoise as GradientNoise
 from ._noise import NoiseScale as NoiseScale
 from ._profile import profile as profile
 from ._progress import Progress as Progress
-from ._logger import show_samples as show_samples
+from ._samples import show_samples as show_samples
 from meshkit.faults.stragglers import Report as Report
 from meshkit.faults.stragglers import Stragglers as Stragglers
+from ._trackers import Kind as Kind
+from ._trackers import Tracker as Tracker
 from ._sums import MetricSums as MetricSums

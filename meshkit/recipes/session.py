@@ -186,7 +186,16 @@ class Session:
             self._collect = files.enter_context(collecting_garbage(config.gc_every))
             progress = files.enter_context(Progress(total_steps=self._total, start_step=self.start, enabled=is_main))
             self.logger = files.enter_context(
-                Logger(config.out, start_step=self.start, enabled=is_main and self._writes, also=[progress.update])
+                Logger(
+                    config.out,
+                    start_step=self.start,
+                    enabled=is_main and self._writes,
+                    trackers=config.track,
+                    project=config.track_project,
+                    name=config.track_name,
+                    config=dataclasses.asdict(config),
+                    also=[progress.update],
+                )
             )
             self._end_profiled_step = files.enter_context(
                 profile(config.out / "profile", rank=self.mesh.rank, device=self.mesh.device, enabled=config.profile)

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from meshkit.data import BatchRamp
 from meshkit.errors import PlanError
+from meshkit.metrics import Kind
 from meshkit.optim import lr_schedule
 from meshkit.recipes.ranges import Count, CountOrNone, NotNegative, Ranged, Threshold
 from meshkit.strategy import Strategy
@@ -34,6 +35,12 @@ class RunFlags(Ranged):
     """write status.html in --out every five seconds: where each rank is, and whether it works or waits"""
     call_files: bool = False
     """write the last calls of each rank (collectives, messages) into --out/calls, at a report and at the end"""
+    track: tuple[Kind, ...] = ("tensorboard",)
+    """where losses, flags, samples and pictures go besides the files in --out: tensorboard, wandb, mlflow, or none"""
+    track_project: str = "meshkit"
+    """the project of W&B, the experiment of MLflow"""
+    track_name: str = ""
+    """of this run there; without one, the last part of --out"""
     profile: bool = False
     """write a Chrome trace of three steps, and with pp one of the schedule beside its simulation"""
     gc_every: CountOrNone = 100
