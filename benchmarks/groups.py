@@ -3,8 +3,9 @@
     python benchmarks/groups.py    # a table, from fake worlds of that size in this process
 
 Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
-that the messages of a pipeline take; host groups are those of the first rank of all in `mesh.host` and in that of cp. gloo's
-sockets: one to listen, and one for each other rank of each group, on the rank with the most. What NCCL opens is not counted.
+that the messages of a pipeline take. Groups of the host are those in `mesh.host`, as many again of a Checkpointer, and those of
+cp; gloo's sockets are one to listen, and one for each other rank of each. Both of the first rank of all, which has the most.
+What NCCL opens is not counted.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def row(text: str) -> tuple[str, ...]:
         mesh["ep"].get_group()
         every = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if world // 2 in ranks]
     pairs = 2 * min(2, spec.pp - 1)  # both ways to each neighbour in the ring of stages
-    of_host = [group for ranks in (world, spec.cp) for level in levels(ranks) for group in level if 0 in group]
+    of_host = [group for ranks in (world, world, spec.cp) for level in levels(ranks) for group in level if 0 in group]
     sockets = sum(map(len, of_host))
     counts = (len(every), pairs, len(of_host), sockets)
     return f"{world:,}", f"`{text}`", f"{sum(calls.values()):,}", *map(str, counts)

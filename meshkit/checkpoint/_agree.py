@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -20,11 +22,9 @@ def gather_results(ranks: HostRanks, action: str, act: Callable[[], T]) -> list[
     action: what is being done, for the error text. Wire: the pickled results, up and down.
     Raises: on every rank the error of the lowest rank that had one; a CheckpointError unless it is a MeshkitError.
     """
-    failure, result, own_error = _outcome(action, act)
+    packed, own_error = _outcome(action, act)
     # Every rank takes part, failed or not: a rank that left the collective out would leave the others waiting in it.
-    outcomes = ranks.all_gather((failure, result))
-    _raise_first(outcomes, own_error)
-    return [cast(T, value) for _, value in outcomes]
+    return _results(ranks.all_gather(packed), own_error)
 
 
 def on_each_rank(ranks: HostRanks, action: str, act: Callable[[], T]) -> T:
@@ -46,39 +46,44 @@ def shared_out(ranks: HostRanks, action: str, act: Callable[[], T], share: Calla
 
     Wire: the pickled results up, and what is shared down. Errors as `gather_results`.
     """
-    failure, result, own_error = _outcome(action, act)
-    outcomes = ranks.gather((failure, result))
-    told: list[tuple[MeshkitError | None, R | None]] | None = None
-    if outcomes is not None:
-        failure = next((failed for failed, _ in outcomes if failed is not None), None)
-        shares: list[R] | None = None
-        if failure is None:
-            failure, shares, own_error = _outcome(action, lambda: share([cast(T, value) for _, value in outcomes]))
-        told = [(failure, None if shares is None else shares[rank]) for rank in range(ranks.size)]
-    failure, own = ranks.scatter(told)
-    _raise_first([(failure, None)], own_error)
+    packed, own_error = _outcome(action, act)
+    outcomes = ranks.gather(packed)
+    told: list[bytes] | None = None
+    if outcomes is not None:  # on rank 0
+        failed, shares = b"", list[bytes]()
+        try:
+            results: list[T] = _results(outcomes, own_error)
+            shares = [_outcome(action, lambda own=own: own)[0] for own in share(results)]  # type: ignore[misc]
+        except Exception as error:
+            own_error, failed = own_error or error, pickle.dumps((_for_all(error, action), None))
+        told = [failed] * ranks.size if failed else shares
+    (own,) = _results([ranks.scatter(told)], own_error)
     return cast(R, own)
 
 
-def _outcome(action: str, act: Callable[[], T]) -> tuple[MeshkitError | None, T | None, Exception | None]:
-    """(the error for all ranks, or None; the result; the error as it was raised here)"""
+def _outcome(action: str, act: Callable[[], object]) -> tuple[bytes, Exception | None]:
+    """((the error for all ranks, or None, and the result) as bytes, the error as it was raised here)"""
+    # Pickled here: what has no bytes is an error of this rank, of which all learn in the same way.
     try:
-        return None, act(), None
+        return pickle.dumps((None, act())), None
     except Exception as error:
-        return _as_meshkit_error(error, action), None, error
+        return pickle.dumps((_for_all(error, action), None)), error
 
 
-def _raise_first(outcomes: list[tuple[MeshkitError | None, Any]], own_error: Exception | None) -> None:
-    for failure, _ in outcomes:
+def _results(outcomes: list[bytes], own_error: Exception | None) -> list[Any]:
+    told: list[tuple[MeshkitError | None, Any]] = [pickle.loads(each) for each in outcomes]
+    for failure, _ in told:
         if failure is not None:
             # The failure as it was sent, so that all ranks have the same text; on the rank that failed its traceback
             # hangs on it as the cause.
             raise failure from own_error
+    return [value for _, value in told]
 
 
-def _as_meshkit_error(error: Exception, action: str) -> MeshkitError:
+def _for_all(error: Exception, action: str) -> MeshkitError:
+    """As it can be sent: from text, unless it is of meshkit and comes out of its bytes as it went in."""
     if isinstance(error, MeshkitError):
-        return error
-    # Made anew from text: an error of another library may not be picklable, and would fail in the all-gather in place
-    # of the save.
+        with suppress(Exception):
+            if str(pickle.loads(pickle.dumps(error))) == str(error):
+                return error
     return CheckpointError(f"{action}: {type(error).__name__} on rank {dist.get_rank()}: {error}")

@@ -70,9 +70,9 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self._timeout = timeout
         self._memory = None if memory is None else Keeper(memory, self.folder)
-        # Made at the first save or load: the mesh comes with the run, and to make a channel is a collective.
+        # Made at the first save or load: the mesh comes with the run, and to make its groups is a collective.
         self._ranks: HostRanks | None = None
-        # One worker: saves are written in order, and the channel is used by one thread at a time.
+        # One worker: saves are written in order, and the ranks below meet in one thread at a time.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._copies = HostCopies()
@@ -106,6 +106,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._thread.shutdown()
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.close()
             try:
                 if self._memory is not None:
                     self._memory.close(discard=not keep_memory)
@@ -357,7 +360,7 @@ class Checkpointer:
 
     def _ranks_of(self, run: Run) -> HostRanks:
         if self._ranks is None:
-            self._ranks = run.mesh.host.new_channel(self._timeout)
+            self._ranks = run.mesh.host.apart(self._timeout)
         return self._ranks
 
     def _refuse_foreign(self, step: int, present: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,17 +31,17 @@ def load_dcp(
     shapes of the model, naming the first.
     """
     run.mesh.agreement.meet("load_dcp", facts={"folder": Path(folder).name, "prefix": prefix})
-    ranks = run.mesh.host.new_channel(timeout)
+    with closing(run.mesh.host.apart(timeout)) as ranks:
 
-    def look() -> None:
-        model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
-        _refuse_other(read_index(Path(folder), pickled=True), full_model_tensors(run.model), Path(folder), prefix)
+        def look() -> None:
+            model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
+            _refuse_other(read_index(Path(folder), pickled=True), full_model_tensors(run.model), Path(folder), prefix)
 
-    on_each_rank(ranks, "load_dcp()", look)
-    targets = {f"{prefix}{name}": tensor for name, tensor in model_tensors(run.model).items()}
-    with torch.no_grad():
-        reader = FileReader(Path(folder), pickled=True)
-        read_into(targets, reader, ranks, action=f"reading {folder}, with the run half loaded")
+        on_each_rank(ranks, "load_dcp()", look)
+        targets = {f"{prefix}{name}": tensor for name, tensor in model_tensors(run.model).items()}
+        with torch.no_grad():
+            reader = FileReader(Path(folder), pickled=True)
+            read_into(targets, reader, ranks, action=f"reading {folder}, with the run half loaded")
     torch.autograd.graph.increment_version([*targets.values()])  # as `restore` does, and why
 
 

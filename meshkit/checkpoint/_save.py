@@ -122,7 +122,7 @@ class WriteJob:
 def write(job: WriteJob) -> None:
     """Write one checkpoint and give it its name. Each phase ends with all ranks agreeing that it succeeded.
 
-    Wire: over `job.ranks`, a channel that no other thread uses meanwhile. Raises: CheckpointError, on every rank the same.
+    Wire: over `job.ranks`, which no other thread uses meanwhile. Raises: CheckpointError, on every rank the same.
     """
     action = f"step {job.snapshot.step} was not saved"
     try:

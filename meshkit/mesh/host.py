@@ -6,9 +6,10 @@ The host waits for no device in them, a thread may use them beside training, and
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, count
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +22,7 @@ from meshkit.core.waiting import waiting
 
 T = TypeVar("T")
 
-WIDTH = 16
+WIDTH = 4
 """ranks in a group of the tree"""
 HOSTS = "hosts"
 """what its groups are called, where calls are told by their axis"""
@@ -29,22 +30,23 @@ HEAD, _SIZE = 1024, 8  # bytes of a value's first message, in which most are who
 
 # [Note: a tree of groups]
 # gloo connects each rank of a group with each other one, so that a group of all ranks costs a rank as many sockets as there
-# are ranks, and its all-gathers go once around all of them. Here each 16 ranks are a group, their first ranks are groups of
-# 16 again, and so on: values go up to the first rank of all and down again. On 16,384 ranks the first has 48 sockets, most
-# have 15, and a value travels 8 times.
+# are ranks, and its all-gathers go once around all of them. Here each 4 ranks are a group, their first ranks are groups of 4
+# again, and so on: values go up to the first rank of all and down again. On 16,384 ranks the first has 28 sockets, most have
+# 4, and a value travels 14 times. A wait that takes too long ends gloo's connection, for all who use it: so threads, and
+# whoever has another timeout, have a tree of their own, of which there is room for two.
 
 
 class HostRanks:
     """The ranks of a process group, meeting on the host. Its methods are collectives of them, in one order on all.
 
-    Wire: a value up a tree, or down, in one message of 1 KiB, or two.
-    Raises: RuntimeError or DistError where another rank is lost, or does not come within the timeout.
+    Values are such as pickle takes. Wire: a value up a tree, or down, in one message of 1 KiB, or two.
+    Raises: DistError where another rank is lost, or does not come within the timeout; and from then on at once.
     """
 
     def __init__(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
         self.parent, self.rank, self.size, self.timeout = parent, parent.rank(), parent.size(), timeout
-        self._channel, self._channels = 0, count(1)
         self._groups: list[tuple[int, dist.ProcessGroup]] = []  # with their levels, from the lowest up
+        self._lost = ""
         self.alone = self.size == 1 or _torch.is_fake_group(parent)
         if self.alone:
             return
@@ -56,12 +58,15 @@ class HostRanks:
                 name_group(group.group_name, HOSTS)
                 self._groups.append((level, group))
 
-    def new_channel(self, timeout: timedelta) -> HostRanks:
-        """The same ranks on the same sockets, for a thread that meets beside others. Every rank makes its channels in one
-        order."""
-        channel: HostRanks = object.__new__(HostRanks)
-        channel.__dict__.update(self.__dict__, _channel=next(self._channels), timeout=timeout)
-        return channel
+    def apart(self, timeout: timedelta) -> HostRanks:
+        """The same ranks once more, for a thread that meets beside others, or with a timeout of its own. A collective."""
+        return HostRanks(self.parent, timeout)
+
+    def close(self) -> None:
+        """Give its groups back. Nobody meets here any more."""
+        groups, self._groups, self._lost = self._groups, [], self._lost or "they were closed"
+        for _, group in groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
 
     def barrier(self) -> None:
         """Return when every rank has come."""
@@ -86,7 +91,7 @@ class HostRanks:
         """
         if self.alone:
             return combine([value] * self.size)
-        with waiting(f"the values of {self.size} ranks on the host"):
+        with self._meeting():
             for _, group in self._groups:
                 if group.rank() > 0:
                     self._send({0: _packed(value)}, group)
@@ -99,7 +104,7 @@ class HostRanks:
         if self.alone:
             return value
         content = _packed(value) if self.rank == 0 else torch.empty(0)
-        with waiting(f"the first of {self.size} ranks, on the host"):
+        with self._meeting():
             for _, group in reversed(self._groups):
                 if group.rank() > 0:
                     (content,) = self._receive([0], group)
@@ -112,7 +117,7 @@ class HostRanks:
         part = list(values or ())
         if self.alone:
             return part[self.rank]
-        with waiting(f"the first of {self.size} ranks, on the host"):
+        with self._meeting():
             for level, group in reversed(self._groups):
                 unit = WIDTH**level  # ranks below each of the group's
                 if group.rank() > 0:
@@ -124,6 +129,19 @@ class HostRanks:
                     part = part[:unit]
         return part[0]
 
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        if not self._lost:
+            try:
+                with waiting(f"the values of {self.size} ranks on the host"):
+                    yield
+                return
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0].rpartition("] ")[2]
+                self._lost = f"another rank is gone, or did not come within {self.timeout.total_seconds():g} s ({reason})"
+                raise dist.DistError(f"between hosts: {self._lost}") from error
+        raise dist.DistError(f"between hosts: {self._lost}")
+
     def _send(self, contents: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         """contents: bytes for ranks of the group."""
         works = []
@@ -131,26 +149,19 @@ class HostRanks:
             head = torch.zeros(HEAD, dtype=torch.uint8)
             head[:_SIZE] = torch.tensor([content.numel()]).view(torch.uint8)
             head[_SIZE : _SIZE + content.numel()] = content[: HEAD - _SIZE]
-            works += [
-                dist.isend(each, group=group, group_dst=peer, tag=self._channel) for each in _parts(head, content)
-            ]
+            works += [dist.isend(each, group=group, group_dst=peer) for each in _parts(head, content)]
         self._wait(works)
 
     def _receive(self, peers: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
         heads = [torch.empty(HEAD, dtype=torch.uint8) for _ in peers]
-        self._wait(
-            [
-                dist.irecv(head, group=group, group_src=peer, tag=self._channel)
-                for peer, head in zip(peers, heads, strict=True)
-            ]
-        )
+        self._wait([dist.irecv(head, group=group, group_src=peer) for peer, head in zip(peers, heads, strict=True)])
         contents = [torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8) for head in heads]
         works = []
         for peer, head, content in zip(peers, heads, contents, strict=True):
             first = head[_SIZE : _SIZE + content.numel()]
             content[: first.numel()] = first
             rest = _parts(head, content)[1:]
-            works += [dist.irecv(each, group=group, group_src=peer, tag=self._channel) for each in rest]
+            works += [dist.irecv(each, group=group, group_src=peer) for each in rest]
         self._wait(works)
         return contents
 

@@ -130,10 +130,18 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def main_rank_first() -> Iterator[None]:
-    """Rank 0 runs the block first, then all others do: for what one rank builds on disk and the others read. A collective."""
+    """Rank 0 runs the block first, then all others do: for what one rank builds on disk and the others read. A collective.
+
+    Raises: MeshError on all others for what the block raises on rank 0.
+    """
     ranks = host_ranks(_torch.world())
-    if ranks.rank > 0:
-        ranks.barrier()
-    yield
+    if ranks.rank > 0 and (failure := ranks.broadcast("")):
+        raise MeshError(f"main_rank_first: on rank 0: {failure}")
+    try:
+        yield
+    except Exception as error:
+        if ranks.rank == 0:
+            ranks.broadcast(f"{type(error).__name__}: {error}")
+        raise
     if ranks.rank == 0:
-        ranks.barrier()
+        ranks.broadcast("")

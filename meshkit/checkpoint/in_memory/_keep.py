@@ -180,7 +180,7 @@ class Keeper:
         Raises: CheckpointError, on every rank the same, where a host has not enough memory.
         """
         # Its own: the thread that writes to disk uses the other one.
-        ranks = self._ranks = self._ranks or mesh.host.new_channel(timeout)
+        ranks = self._ranks = self._ranks or mesh.host
         if not self._life:
             self.begin(ranks)
         if self._saves:  # there is something newer than what was loaded, whole on every rank
@@ -301,6 +301,9 @@ class Keeper:
             if self._life and discard:
                 self._discard()
             self._thread.shutdown(wait=discard)
+            circle, self._circle, self._rounds = self._circle, None, []
+            if circle is not None and discard and dist.is_initialized():
+                dist.destroy_process_group(circle)
 
     def _discard(self) -> None:
         remove(self.folder, keeping=lambda name, life: life == self._life)
