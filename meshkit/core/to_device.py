@@ -35,7 +35,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def wait_for_device(device: torch.device) -> None:
     """The host waits for all that is queued there."""
-    if device != HOST:
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
