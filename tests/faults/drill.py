@@ -109,7 +109,7 @@ def main(drill: Drill) -> None:
     struck = mesh.rank == drill.rank and first_life
     with mk.Checkpointer(drill.out / "checkpoints", timeout=timedelta(seconds=drill.timeout_s)) as checkpoints:
         start = checkpoints.resume(run, optimizer, loader=loader)
-        with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, tensorboard=False) as logger:
+        with Logger(drill.out, start_step=start, enabled=mesh.rank == 0, trackers=()) as logger:
             stragglers = Stragglers(mesh, every_steps=drill.measure or 1000, steps=min(2, drill.measure or 1), factor=2)
             meter = Meter(total_steps=drill.steps, start_step=start)
             for step in range(start + 1, drill.steps + 1):
