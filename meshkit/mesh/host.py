@@ -138,7 +138,9 @@ class HostRanks:
                 return
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0].rpartition("] ")[2]
-                self._lost = f"another rank is gone, or did not come within {self.timeout.total_seconds():g} s ({reason})"
+                self._lost = (
+                    f"another rank is gone, or did not come within {self.timeout.total_seconds():g} s ({reason})"
+                )
                 raise dist.DistError(f"between hosts: {self._lost}") from error
         raise dist.DistError(f"between hosts: {self._lost}")
 

@@ -25,9 +25,6 @@ from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, ta
 
 Kernel = Literal["grouped", "loop"]
 ONE_KERNEL_FROM = (9, 0)  # compute capability of torch's grouped_mm on CUDA; below it loops
-COMPILES_IN_BF16_ONLY = (
-    torch.__version__ < "2.15"
-)  # grouped_mm on 2.11: its shape function refuses what its kernel takes
 
 
 class MoE(nn.Module):
@@ -89,8 +86,7 @@ class Experts(nn.Module):
         chosen = expert_kernel(x_MC.dtype, x_MC.device, sizes)
         if self.kernel == "grouped" and chosen.kernel != "grouped":
             raise PlanError(f"Experts: kernel='grouped' cannot be: {chosen.why}. Use kernel='loop', or None.")
-        # Versions of torch that compile grouped_mm in bf16 only have no fake implementation for other dtypes either.
-        unknown = COMPILES_IN_BF16_ONLY and x_MC.dtype != torch.bfloat16 and _torch.is_fake(x_MC)
+        unknown = _torch.is_fake(x_MC) and not _torch.knows_grouped_mm(x_MC.dtype)
         run = _grouped if (self.kernel or chosen.kernel) == "grouped" and not unknown else _loop
         return run(x_MC, counts_E, self.gate_proj, self.up_proj, self.down_proj)
 
@@ -118,7 +114,7 @@ def expert_kernel(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return KernelChoice("loop", f"torch's grouped_mm takes no {dtype}")
-    if torch.compiler.is_compiling() and COMPILES_IN_BF16_ONLY and dtype != torch.bfloat16:
+    if torch.compiler.is_compiling() and not _torch.knows_grouped_mm(dtype):
         return KernelChoice("loop", f"this torch compiles grouped_mm in bf16 only, not in {dtype}")
     # Rows must begin at multiples of 16 bytes; padding them would copy weights and rows in every call.
     if any(size * dtype.itemsize % 16 for size in sizes):

@@ -18,7 +18,7 @@ from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.rows import of_rows, read_forward
 from meshkit.parallel.state_writes import refuse_state_writes, state_writes
 from meshkit.parallel.writes import refuse_backwards, refuse_swapped
-from meshkit.program import Program, Trace, example_of, pointed_at
+from meshkit.program import Program, pointed_at
 from meshkit.resolve._once import once
 from meshkit.resolve._resolved import Resolved
 from meshkit.strategy import Fp8, MemoryPolicy, Strategy
@@ -144,26 +144,15 @@ def _refuse_units(resolved: Resolved, *, sharded: bool) -> None:
             units = [*experts, *resolved.blocks_of(rank), *resolved.units_of(rank)]
             refuse_unshardable(local, units)
             _refuse_in_units(resolved, shard_units(local, units))
-    if spec.pp > 1 and (read := _read(resolved)) is not None:
+    if spec.pp > 1 and (read := resolved.read()) is not None:
         refuse_backwards(read, program.model, resolved.blocks, staged=True)
 
 
 def _refuse_in_units(resolved: Resolved, units: Sequence[str]) -> None:
     """Of a model that can be read; the other's units look for themselves when they run."""
-    if (read := _read(resolved)) is not None:
+    if (read := resolved.read()) is not None:
         refuse_swapped(read, resolved.program.model, units)
         refuse_backwards(read, resolved.program.model, units)
-
-
-def _read(resolved: Resolved) -> Trace | None:
-    program = resolved.program
-    example = resolved.example or program.example or example_of(program.model)
-    if example is None:
-        return None
-    try:
-        return program.read(example, dict.fromkeys(resolved.experts, "experts"))
-    except PlanError:
-        return None
 
 
 def refuse_writes_of_state(resolved: Resolved) -> None:

@@ -22,7 +22,7 @@ from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.tensor.heads import widest_heads
 from meshkit.parallel.tensor.layout import TensorLayout
 from meshkit.plan import Plan
-from meshkit.program import Example, Program
+from meshkit.program import Example, Program, Trace, example_of
 from meshkit.strategy import MemoryPolicy, Shardings, Strategy
 
 
@@ -85,6 +85,16 @@ class Resolved:
             *(name for name in params if self._leaves_nothing(name, params[name].shape)),
         ]
         return frozenset(name for name in whole if not name.startswith(inside))
+
+    def read(self) -> Trace | None:
+        """The forward, with experts as one operation each; None for a model that cannot be read."""
+        example = self.example or self.program.example or example_of(self.program.model)
+        if example is None:
+            return None
+        try:
+            return self.program.read(example, dict.fromkeys(self.experts, "experts"))
+        except PlanError:
+            return None
 
     def _leaves_nothing(self, name: str, shape: torch.Size) -> bool:
         layout = None if self.layout is None else self.layout.params.get(name)

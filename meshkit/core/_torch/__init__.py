@@ -92,6 +92,7 @@ from .tracing import fake_mode as fake_mode
 from .tracing import fake_parameter as fake_parameter
 from .tracing import FakeTensorMode as FakeTensorMode
 from .tracing import functions_replaced as functions_replaced
+from .tracing import knows_grouped_mm as knows_grouped_mm
 from .tracing import graph_node as graph_node
 from .tracing import is_compiled as is_compiled
 from .tracing import is_fake as is_fake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -294,3 +294,12 @@ def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         Function.apply = before
+
+
+def knows_grouped_mm(dtype: torch.dtype, sizes: Iterable[int] = ()) -> bool:
+    """Whether torch traces `grouped_mm` in that dtype without values, which its compiler does too, with rows of these sizes.
+
+    Checked: on 2.11 its shape function refuses what its kernel takes, all but bf16; 2.15.
+    """
+    known = (torch.bfloat16,) if torch.__version__ < "2.15" else (torch.bfloat16, torch.float16, torch.float32)
+    return dtype in known and all(size * dtype.itemsize % 16 == 0 for size in sizes)

@@ -30,7 +30,7 @@ def add_compute(module: nn.Module) -> None:
         parameters = {key: getattr(self, key) for key in self._parameters}
         stand_in.__dict__ = {**self.__dict__, "_parameters": parameters, "num_experts": len(counts)}
         if _torch.is_fake(rows_MC):
-            _compute_without_values(stand_in)
+            _compute_without_values(stand_in, rows_MC.dtype)
         # A row of zeros where there is none. By padding: then gradients of no rows reach the all-to-all before it, and those
         # of zeros the experts, and other ranks wait for both.
         padded_MC = rows_MC if len(rows_MC) else F.pad(rows_MC, (0, 0, 0, 1))
@@ -47,12 +47,14 @@ def add_compute(module: nn.Module) -> None:
     patch_class(module, compute=compute)
 
 
-def _compute_without_values(stand_in: Any) -> None:
-    """By the implementation of the interface that loops over no values."""
+def _compute_without_values(stand_in: Any, dtype: torch.dtype) -> None:
+    """By an implementation of the interface that loops over no values: one product for all experts, as a GPU has it, or where
+    torch knows no shapes of that, one for each row, which copies weights for each."""
     config = stand_in.__dict__.get("config")
+    sizes = [size for param in stand_in.__dict__["_parameters"].values() if param.ndim == 3 for size in param.shape[1:]]
     if config is not None and hasattr(config, "_experts_implementation"):
         stand_in.__dict__["config"] = config = copy.copy(config)
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = "grouped_mm" if _torch.knows_grouped_mm(dtype, sizes) else "batched_mm"
 
 
 def by_indices(module: nn.Module, dispatch: Any) -> Any:

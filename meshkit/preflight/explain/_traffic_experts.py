@@ -13,6 +13,8 @@ from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel
 from meshkit.preflight.explain._traffic import whole_axis
+from meshkit.program import tensors
+from meshkit.resolve import Resolved
 from meshkit.strategy import ExpertPolicy
 
 
@@ -109,10 +111,23 @@ def _is_followed(model: nn.Module, name: str) -> bool:
 
 
 def _chosen(rank_model: RankModel, name: str) -> int:
-    """Experts per token (top-k), from the router beside them; 1 where there is none."""
+    """Experts per token (top-k), from the router beside them, or from what the experts are given; else 1."""
     parent = name.rpartition(".")[0]
     counts = [router.config.chosen for path, router in _routers(rank_model) if path.startswith(f"{parent}.")]
-    return int(counts[0]) if counts else 1
+    read = {} if counts else rank_model.derived("choices of experts", lambda: _read_choices(rank_model.resolved))
+    return int(counts[0]) if counts else read.get(name, 1)
+
+
+def _read_choices(resolved: Resolved) -> dict[str, int]:
+    """Of experts that take indices [N, K], K."""
+    found = dict[str, int]()
+    if (read := resolved.read()) is not None:
+        for operation in read.operations:
+            name = read.calls[operation.call].name
+            indices = [ref for ref in tensors((operation.args, operation.kwargs)) if not ref.dtype.is_floating_point]
+            if name in resolved.experts and operation.op == "experts" and indices:
+                found[name] = int(indices[0].shape[-1])
+    return found
 
 
 def _routers(rank_model: RankModel) -> list[tuple[str, Any]]:
