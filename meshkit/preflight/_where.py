@@ -9,7 +9,8 @@ from types import FrameType
 import torch
 
 _ROOT, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/"
-_NOT_A_PLACE = (f"{_ROOT}core/_torch/", f"{_ROOT}core/custom_op.py", f"{_ROOT}core/to_device.py", f"{_ROOT}preflight/")
+_PASS_ON = ("core/_torch/", "core/custom_op.py", "core/to_device.py", "mesh/host.py", "preflight/")
+_NOT_A_PLACE = tuple(f"{_ROOT}{path}" for path in _PASS_ON)
 _LINES = 3  # who asks, and for whom
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,13 @@ from meshkit.preflight.waits._step import Waits
 from meshkit.step import Run
 
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
+
+# What goes up the tree of hosts comes down again, which is waited for; not for the device, but for other hosts.
+_OF_HOSTS: dict[str, Callable[[Operators, Any], Any]] = {
+    "reduce": lambda operators, function: operators.unseen(function),
+    "broadcast": lambda operators, function: operators.with_objects("between hosts", function),
+    "scatter": lambda operators, function: operators.with_objects("between hosts", function),
+}
 
 
 @contextmanager
@@ -49,8 +56,8 @@ def recording(run: Run | Mesh) -> Iterator[Waits]:
             function = operators.with_objects(name, getattr(dist, name))
             for owner in (dist, distributed_c10d):
                 stack.enter_context(patch.object(owner, name, function))
-        for name in ("reduce", "broadcast", "scatter"):
-            stack.enter_context(patch.object(HostRanks, name, operators.unseen(getattr(HostRanks, name))))
+        for name, wrap in _OF_HOSTS.items():
+            stack.enter_context(patch.object(HostRanks, name, wrap(operators, getattr(HostRanks, name))))
         stack.enter_context(patch.object(torch, "Event", partial(_Event, operators)))
         stack.enter_context(patch.object(Mesh, "device", property(lambda mesh: DEVICE)))
         stack.enter_context(Functions(operators))
