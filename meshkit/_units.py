@@ -9,6 +9,7 @@ from torch import nn
 
 from meshkit.core import _torch
 from meshkit.core.asked_once import AskedOnce
+from meshkit.core.gradient import sum_later
 from meshkit.loss.linear_logits import chunk_head
 from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
@@ -65,13 +66,16 @@ def shard_units(
         for block in blocks:
             if name.startswith(f"{block}."):
                 gather_around(names[block], names[name], free=row.frees_parameters and block not in keep_gathered)
+    whole = {name: param for name, param in model.named_parameters() if name in resolved.whole}
+    for param in whole.values():
+        sum_later(param)
     fully_shard(
         model,
         shard_mesh(mesh, row, policy=policy),
         units=[*blocks, *units],
         keep_gathered=keep_gathered,
         ignored=experts,
-        whole=[name for name, _ in model.named_parameters() if name in resolved.whole],
+        whole=whole,
         zero=row,
         precision=precision,
         policy=policy,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 # An attribute of the parameter and no table by id: it goes when the parameter goes, and a new one never inherits it.
-_KEY = "_meshkit_gradient"
+_KEY, _LATER = "_meshkit_gradient", "_meshkit_summed_later"
 
 Reader = Callable[[], Tensor | None]
 
@@ -30,3 +30,12 @@ def set_gradient_reader(param: Tensor, read: Reader | None) -> None:
 def has_gradient_reader(param: Tensor) -> bool:
     """Whether an optimizer takes the gradient of this parameter during backward."""
     return getattr(param, _KEY, None) is not None
+
+
+def sum_later(param: Tensor) -> None:
+    """Its gradient is summed over ranks after the step's last backward: until then nobody takes it away."""
+    setattr(param, _LATER, True)
+
+
+def is_summed_later(param: Tensor) -> bool:
+    return getattr(param, _LATER, False)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshkit.core import _torch
-from meshkit.core.gradient import set_gradient_reader
+from meshkit.core.gradient import is_summed_later, set_gradient_reader
 from meshkit.core.host_accounting import estimate_under_way, made_on_host
 from meshkit.core.host_threads import using_threads
 from meshkit.core.sharding import local_tensor, placed
@@ -406,7 +406,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             optimizer = optimizer_ref()
             return param.grad if optimizer is None else optimizer.gradient(param)
 
-        handle = param.register_post_accumulate_grad_hook(hand_over) if self._streams else None
+        streams = self._streams and not is_summed_later(param)
+        handle = param.register_post_accumulate_grad_hook(hand_over) if streams else None
         setattr(param, _OWNER, (optimizer_ref, handle))
         set_gradient_reader(param, read)
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import meshkit as mk
+from meshkit.core.gradient import gradient_of
 from meshkit.core.sharding import full_tensor
 from meshkit.preflight.observe import observe
+from meshkit.strategy import MemoryPolicy, OptimizerOffload, OptimizerPolicy
 from tests.depth import thin
 from tests.world import RankError, pool
 from tests.zoo.odd import WIDTH, Batch, Layers, Residual, features, row_count, squares
@@ -576,12 +578,15 @@ class TwoDtypes(Layers):
         return self
 
 
-def two_dtypes(spec: str, sizes: tuple[int, ...], microbatches: int, zero: int) -> bool:
+def two_dtypes(spec: str, sizes: tuple[int, ...], microbatches: int, zero: int, offload: bool = False) -> bool:
     losses, grads, state = one_device(TwoDtypes, 2)
     mesh = mk.init_mesh(spec)
     example = mk.Example((batch(0)["x"],)) if mesh.spec.pp > 1 else None
     plan = BLOCKS if mesh.spec.tp == 1 else None
-    run = mk.parallelize(built(TwoDtypes), mesh, plan=plan, zero=zero, example=example)
+    on_host = OptimizerPolicy(offload=OptimizerOffload()) if offload else OptimizerPolicy()
+    run = mk.parallelize(
+        built(TwoDtypes), mesh, plan=plan, zero=zero, example=example, memory=MemoryPolicy(optimizer=on_host)
+    )
     optimizer = mk.adamw(run, lr=1e-2)
     for step in range(2):
         with observe(mesh) as seen:
@@ -594,8 +599,9 @@ def two_dtypes(spec: str, sizes: tuple[int, ...], microbatches: int, zero: int) 
         assert abs(float(loss) - losses[step]) < TOL_FP32
         for name, param in run.named_parameters() if step == 0 else ():
             if param.requires_grad:
-                assert param.grad is not None and param.grad.dtype == param.dtype, name
-                torch.testing.assert_close(full_tensor(param.grad), grads[name], rtol=0, atol=TOL_FP32)
+                grad = gradient_of(param)
+                assert grad is not None and grad.dtype == param.dtype, name
+                torch.testing.assert_close(full_tensor(grad), grads[name], rtol=0, atol=TOL_FP32)
         optimizer.step()
         optimizer.zero_grad()
     for name, tensor in run.model.state_dict().items():
@@ -609,6 +615,11 @@ def two_dtypes(spec: str, sizes: tuple[int, ...], microbatches: int, zero: int) 
 )
 def test_the_few_parameters_of_a_second_dtype_are_kept_whole(spec: str, sizes: tuple[int, ...], zero: int) -> None:
     assert all(pool(mk.MeshSpec.parse(spec).world_size).run(two_dtypes, spec, sizes, 2, zero))
+
+
+@pytest.mark.parametrize(("spec", "sizes"), [("dp_shard=2", (5, 3)), ("dp_replicate=2", (5, 3))])
+def test_their_gradients_leave_for_the_host_when_they_are_summed(spec: str, sizes: tuple[int, ...]) -> None:
+    assert all(pool(2).run(two_dtypes, spec, sizes, 2, 1, True))
 
 
 class FewerRowsThanRanks(Layers):
