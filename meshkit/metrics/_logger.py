@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.errors import MeshkitError, StepError
-from meshkit.metrics._trackers import Kind, Tracker, grouped, open_tracker
+from meshkit.metrics._trackers import Kind, Tracker, grouped, open_tracker, plain_name
 
 LogSink = Callable[[int, dict[str, float]], None]
 logger = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ class Logger:
             else:
                 self._trackers[f"trackers[{index}]"] = each
         if config is not None:
-            plain = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in config.items()}
+            plain = {
+                plain_name(key): each if isinstance(each, bool | int | float) else str(each)
+                for key, each in config.items()
+            }
             self._tell(lambda tracker: tracker.config(plain))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -87,11 +91,11 @@ class Logger:
         """Add a table of texts, such as samples with their rewards, to be looked through."""
         if self._tables is not None:
             self._tables.write({"step": step, "name": name, "columns": [*columns], "rows": [[*row] for row in rows]})
-        self._tell(lambda tracker: tracker.table(step, name, columns, rows))
+        self._tell(lambda tracker: tracker.table(step, plain_name(name), columns, rows))
 
     def image(self, step: int, name: str, image_CHW: Tensor) -> None:
         """Add a picture to the trackers, uint8 [3, H, W]; the files have none."""
-        self._tell(lambda tracker: tracker.image(step, name, image_CHW))
+        self._tell(lambda tracker: tracker.image(step, plain_name(name), image_CHW))
 
     def go_back(self, step: int) -> None:
         """The run goes on from an earlier step: lines and points of later ones are dropped, as when it resumes there."""
@@ -102,24 +106,29 @@ class Logger:
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the files. Leaving the `with` block calls it. failed: whether the run did, for trackers."""
-        for file in (self._lines, self._tables):
-            if file is not None:
-                file.close()
-        self._tell(lambda tracker: tracker.close(failed=failed))
+        with ExitStack() as every:  # each, also where another raises
+            for name in self._trackers:
+                every.callback(self._tell_one, name, lambda tracker: tracker.close(failed=failed))
+            for file in (self._lines, self._tables):
+                if file is not None:
+                    every.callback(file.close)
 
     def _tell(self, what: Callable[[Tracker], None]) -> None:
-        for name, tracker in tuple(self._trackers.items()):
-            try:
-                what(tracker)
-            except Exception as error:
-                if name not in ("wandb", "mlflow"):
-                    raise
-                # A server that is away for a while is no reason to end a training run.
-                del self._trackers[name]
-                logger.warning(
-                    "%s: %s: %s. The run goes on without it; metrics.jsonl and tables.jsonl have every line.",
-                    *(name, type(error).__name__, error),
-                )
+        for name in tuple(self._trackers):
+            self._tell_one(name, what)
+
+    def _tell_one(self, name: str, what: Callable[[Tracker], None]) -> None:
+        try:
+            what(self._trackers[name])
+        except Exception as error:
+            if name not in ("wandb", "mlflow"):
+                raise
+            # A server that is away for a while is no reason to end a training run.
+            del self._trackers[name]
+            logger.warning(
+                "%s: %s: %s. The run goes on without it; metrics.jsonl and tables.jsonl have every line.",
+                *(name, type(error).__name__, error),
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -144,15 +153,22 @@ class _Lines:
         _drop_lines_after(self._path, step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        with telling_of_a_full_disk(StepError, f"writing {self._path}", self._path.parent):
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8", buffering=1)  # by lines: a killed run keeps them
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            with telling_of_a_full_disk(StepError, f"writing {self._path}", self._path.parent):
+                if self._file is None:
+                    self._file = self._path.open(
+                        "a", encoding="utf-8", buffering=1
+                    )  # by lines: a killed run keeps them
+                self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        except StepError:
+            with suppress(OSError):  # what it holds has no room either
+                self.close()
+            raise
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

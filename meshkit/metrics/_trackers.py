@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Kind = Literal["tensorboard", "wandb", "mlflow"]
+SHOWN = 300  # characters of a package's error
 
 
 class Tracker(Protocol):
@@ -56,8 +60,9 @@ def open_tracker(kind: Kind, folder: Path, start_step: int, *, project: str, nam
             "'meshkit[trackers]', or leave it out."
         ) from error
     except Exception as error:
+        said = " ".join(str(error).split())
         raise MeshkitError(
-            f"trackers={kind!r}: {type(error).__name__}: {str(error).strip().splitlines()[0]} {_HELP[kind]}"
+            f"trackers={kind!r}: {type(error).__name__}: {said[:SHOWN]}{'...' * (len(said) > SHOWN)} -- {_HELP[kind]}"
         ) from error
 
 
@@ -67,9 +72,14 @@ _HELP: dict[str, str] = {
 }
 
 
+def plain_name(name: str) -> str:
+    """With signs alone that every tracker takes."""
+    return re.sub(r"[^\w\-. /:]|\.\.+", "_", name)
+
+
 def grouped(name: str) -> str:
     """The name of a scalar with a group, by which trackers sort their charts."""
-    return name if "/" in name else f"{_GROUPS.get(name, 'train')}/{name}"
+    return plain_name(name if "/" in name else f"{_GROUPS.get(name, 'train')}/{name}")
 
 
 _SPEED = ("step_s", "tokens_per_s", "mfu_full", "mfu_causal", "left_s", "slowest_rank", "slowest_over_median")
@@ -161,7 +171,7 @@ class _WandB:
 
 
 class _MLflow:
-    """Lines are sent by a thread of its package. Tables are artifacts in Markdown, one for each step."""
+    """Lines are sent by a thread. Tables are artifacts in Markdown, one for each step."""
 
     def __init__(self, folder: Path, start_step: int, *, project: str, name: str) -> None:
         # Its own are 7, in four minutes for each request: so long would a run wait at its end for a server that is gone.
@@ -170,7 +180,8 @@ class _MLflow:
 
         self._mlflow: Any = mlflow
         self._client: Any = mlflow.MlflowClient()
-        self._sent: Any = None
+        # Of our own: what its asynchronous calls could not send nobody is told of.
+        self._thread, self._sent = ThreadPoolExecutor(1, thread_name_prefix="mlflow"), deque[Future[Any]]()
         experiment = self._client.get_experiment_by_name(project)
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
         path = folder / "mlflow.json"
@@ -183,24 +194,36 @@ class _MLflow:
 
     def config(self, values: Mapping[str, Any]) -> None:
         if self._fresh:  # a run's parameters never change
-            for name, value in values.items():
-                self._client.log_param(self._id, name, str(value)[:6000], synchronous=False)
+            params = [self._mlflow.entities.Param(name, str(value)[:6000]) for name, value in values.items()]
+            for first in range(0, len(params), 100):  # of one request
+                self._send("log_batch", self._id, params=params[first : first + 100])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in values.items()]
-        self._sent = self._client.log_batch(self._id, metrics=metrics, synchronous=False)
+        for first in range(0, len(metrics), 1000):  # of one request
+            self._send("log_batch", self._id, metrics=metrics[first : first + 1000])
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self._client.log_text(self._id, markdown(columns, rows), f"{name}/step-{step:08d}.md")
+        self._send("log_text", self._id, markdown(columns, rows), f"{name}/step-{step:08d}.md")
 
     def image(self, step: int, name: str, image_CHW: Tensor) -> None:
-        self._client.log_image(self._id, image_CHW.permute(1, 2, 0).numpy(), key=name.replace("/", "."), step=step)
+        picture = image_CHW.permute(1, 2, 0).numpy()
+        self._send("log_image", self._id, picture, key=name.replace("/", "."), step=step)
 
     def go_back(self, step: int) -> None:
         """Later points of the same step stand beside those that are there."""
 
     def close(self, *, failed: bool) -> None:
-        if self._sent is not None:
-            self._sent.wait()
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+        self._sent.append(
+            self._thread.submit(self._client.set_terminated, self._id, "FAILED" if failed else "FINISHED")
+        )
+        self._thread.shutdown()
+        for sent in self._sent:
+            sent.result()
+
+    def _send(self, call: str, *args: Any, **options: Any) -> None:
+        """Raises: what went wrong with an earlier one."""
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        self._sent.append(self._thread.submit(getattr(self._client, call), *args, **options))

@@ -81,6 +81,17 @@ def whole_parameters(params: Mapping[str, torch.Tensor], units: Sequence[str]) -
     return [name for name, param in params.items() if name in undivided or id(param) in minor]
 
 
+@contextmanager
+def restored_on_error(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Where the step fails, whole parameters have the gradients again that they had before: those of its ranks differ."""
+    try:
+        yield
+    except BaseException:
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+        raise
+
+
 def reduce_whole(params: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> None:
     """Sum the gradients of whole parameters over the mesh, after the step's last backward.
 

@@ -36,6 +36,7 @@ from meshkit.parallel.data import (
     before_microbatch,
     normalises_by_rows,
     reduce_whole,
+    restored_on_error,
 )
 from meshkit.parallel.expert import note_counts, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
@@ -191,10 +192,6 @@ class Run:
             self.state.begin_step(self.model, microbatches)
         if self.units is not None:
             self.units.begin_step()
-        whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
-        earlier = [param.grad for param in whole]
-        for param in whole:
-            param.grad = None
         unhooked = set_aside(self.hooks, self.model)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         means = torch.zeros_like(total) if watch is None else watch.means
@@ -203,15 +200,20 @@ class Run:
         repeated: tuple[dict[str, Any], float] | None = None
         device, pace = self.mesh.device, self.resolved.pace
         parts = split_step(self.model, batch, microbatches, mask, device=device, pace=pace)
+        whole = [param for name, param in self.named_parameters() if name in self.resolved.whole]
+        earlier = [param.grad for param in whole]
+        for param in whole:
+            param.grad = None
+        kept = restored_on_error(whole, earlier)
         if self.pipeline is not None:
             all_parts = list(parts)
-            with abandoned_on_error(self.model), self._explained():
+            with abandoned_on_error(self.model), kept, self._explained():
                 around = self.watcher.around if self.watcher is not None else None
                 total, reports = self.pipeline.backward(all_parts, loss, tokens, around)
             repeated = None if to_repeat is None else all_parts[to_repeat]
         else:
             scales = shared_scales(self.model) if self.resolved.fp8 else nullcontext()
-            with abandoned_on_error(self.model), scales:
+            with abandoned_on_error(self.model), kept, scales:
                 for index, (part, weight) in enumerate(parts):
                     with self.watcher.around(index, 0) if self.watcher is not None else nullcontext():
                         last = index == microbatches - 1

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshkit.errors import MeshkitError
+from meshkit.errors import MeshkitError, StepError
 from meshkit.metrics import Logger, _logger
 
 ROOT = Path(__file__).parents[2]
@@ -190,6 +190,26 @@ def test_a_run_goes_on_without_a_server_that_is_gone(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     (record,) = caplog.records
     assert record.getMessage().startswith("wandb: ConnectionError: the server is gone. The run goes on without it;")
+
+
+def test_on_a_full_disk_the_error_is_of_one_line_and_trackers_are_closed(tmp_path: Path) -> None:
+    class Told(Broken):
+        def scalars(self, step: int, values: dict[str, float]) -> None: ...
+
+        def close(self, *, failed: bool) -> None:
+            self.steps.append(int(failed))
+
+    told = Told()
+    with (
+        pytest.raises(StepError, match=r"metrics.jsonl: No space left"),
+        Logger(tmp_path, trackers=[told]) as log,  # type: ignore[list-item]  # the part of one that is asked for
+    ):
+        log.log(1, {"loss": 1.0})
+        assert log._lines is not None and log._lines._file is not None
+        log._lines._file.close()
+        log._lines._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+        log.log(2, {"loss": 1.0})
+    assert told.steps == [1]
 
 
 def test_an_error_in_a_tracker_of_ones_own_is_raised(tmp_path: Path) -> None:

@@ -622,6 +622,35 @@ def test_their_gradients_leave_for_the_host_when_they_are_summed(spec: str, size
     assert all(pool(2).run(two_dtypes, spec, sizes, 2, 1, True))
 
 
+def after_a_step_that_failed(spec: str) -> bool:
+    mesh = mk.init_mesh(spec)
+    run = mk.parallelize(built(TwoDtypes), mesh, plan=BLOCKS)
+    rows = own(batch(0), (5, 3), mesh.data_rank)
+    run.forward_backward(rows, loss=squares, count=row_count)
+    before = {name: gradient.clone() for name, gradient in whole_gradients(run).items()}
+    assert len(before) == 2
+
+    def fails(model: nn.Module, part: Batch) -> Tensor:
+        raise ArithmeticError("a microbatch")
+
+    with pytest.raises(ArithmeticError):
+        run.forward_backward(rows, loss=mk.step.additive(fails), count=row_count)
+    after = whole_gradients(run)
+    return all(torch.equal(after[name], gradient) for name, gradient in before.items())
+
+
+def whole_gradients(run: mk.Run) -> dict[str, Tensor]:
+    return {
+        name: param.grad
+        for name, param in run.named_parameters()
+        if name in run.resolved.whole and param.grad is not None
+    }
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_whole_parameters() -> None:
+    assert all(pool(2).run(after_a_step_that_failed, "dp_shard=2"))
+
+
 class FewerRowsThanRanks(Layers):
     """Of its tables of one row, tp leaves the second rank nothing; one is never used."""
 

@@ -36,7 +36,7 @@ class RunFlags(Ranged):
     call_files: bool = False
     """write the last calls of each rank (collectives, messages) into --out/calls, at a report and at the end"""
     track: tuple[Kind, ...] = ("tensorboard",)
-    """where losses, flags, samples and pictures go besides the files in --out: tensorboard, wandb, mlflow, or none"""
+    """where losses, flags, samples and pictures go besides the files in --out; --track alone: nowhere"""
     track_project: str = "meshkit"
     """the project of W&B, the experiment of MLflow"""
     track_name: str = ""
