@@ -91,6 +91,7 @@ BATCH = mk.Batch(sequences=64, seq_len=128)
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 256}
 
 
+@pytest.mark.timeout(900)  # up to 200 s of a processor
 @pytest.mark.parametrize(
     ("make", "fixed", "space", "ranks"),
     [
