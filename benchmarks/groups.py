@@ -3,9 +3,9 @@
     python benchmarks/groups.py    # a table, from fake worlds of that size in this process
 
 Calls are of new_group and split_group by init_mesh. The default group is one of the groups; pairs are the groups of two ranks
-that the messages of a pipeline take. Groups of the host are those in `mesh.host`, as many again of a Checkpointer, and those of
-cp; gloo's sockets are one to listen, and one for each other rank of each. Both of the first rank of all, which has the most.
-What NCCL opens is not counted.
+that the messages of a pipeline take. Groups of the host are those in `mesh.host`, as many again of a Checkpointer, and those
+of cp; gloo's sockets are one to listen, and one for each other rank of each. Both of the first rank of all, which has the
+most. What NCCL opens is not counted.
 """
 
 from __future__ import annotations
