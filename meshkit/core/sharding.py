@@ -45,9 +45,13 @@ def plain_value(value: Any) -> Any:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank of its mesh. Wire: all-gathers over the axes that shard it (a collective)."""
+    """The full tensor on every rank of its mesh, where the shards are: those that an optimizer has on the host travel by way
+    of the device, whose group is the only one. Wire: all-gathers over the axes that shard it (a collective)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
+    shard, device = local_tensor(tensor), tensor.device_mesh.device_type
+    if shard.device.type != device:
+        return full_tensor(placed(tensor, shard.to(device))).to(shard.device)
     with torch.no_grad():
         # Axis by axis from the outermost, the order in which FSDP over TP (_StridedShard) can be undone; redistributing all
         # axes at once warns on every rank.

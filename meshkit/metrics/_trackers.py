@@ -218,12 +218,20 @@ class _MLflow:
         self._sent.append(
             self._thread.submit(self._client.set_terminated, self._id, "FAILED" if failed else "FINISHED")
         )
+        while self._sent:
+            self._settle()
         self._thread.shutdown()
-        for sent in self._sent:
-            sent.result()
 
     def _send(self, call: str, *args: Any, **options: Any) -> None:
         """Raises: what went wrong with an earlier one."""
         while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
+            self._settle()
         self._sent.append(self._thread.submit(getattr(self._client, call), *args, **options))
+
+    def _settle(self) -> None:
+        """Wait for the oldest. Raises: what went wrong with it; then the others are not sent, each after as long a wait."""
+        try:
+            self._sent.popleft().result()
+        except Exception:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            raise
