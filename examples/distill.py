@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 
 import meshkit as mk
 from meshkit.algos import dataflow, distill
@@ -106,7 +105,7 @@ def main() -> None:
         if config.pretrained is not None:  # before a teacher is trained, so that a bad folder is refused at once
             student = run_from(config.pretrained, build_student, seed=config.seed)
         first_policy(of_teacher, partial(build, of_teacher, student_mesh), tasks, tokenizer)
-    dist.barrier()  # until the folder is written
+    world.host.barrier()  # until the folder is written
     if teacher_mesh.here:
         teacher = run_from(config.teacher or config.out / "sft-model", partial(build, of_teacher, teacher_mesh))
     if student_mesh.here:
