@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-
 import meshkit as mk
 from meshkit.algos import dataflow, distill
 from meshkit.data import PromptLoader, pack_step
