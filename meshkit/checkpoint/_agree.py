@@ -53,7 +53,7 @@ def shared_out(ranks: HostRanks, action: str, act: Callable[[], T], share: Calla
         failed, shares = b"", list[bytes]()
         try:
             results: list[T] = _results(outcomes, own_error)
-            shares = [_outcome(action, lambda own=own: own)[0] for own in share(results)]  # type: ignore[misc]
+            shares = [pickle.dumps((None, own)) for own in share(results)]
         except Exception as error:
             own_error, failed = own_error or error, pickle.dumps((_for_all(error, action), None))
         told = [failed] * ranks.size if failed else shares

@@ -20,6 +20,6 @@ from ._progress import Progress as Progress
 from ._samples import show_samples as show_samples
 from meshkit.faults.stragglers import Report as Report
 from meshkit.faults.stragglers import Stragglers as Stragglers
-from ._trackers import Kind as Kind
+from ._trackers import TrackerName as TrackerName
 from ._trackers import Tracker as Tracker
 from ._sums import MetricSums as MetricSums

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshkit.core.full_disk import telling_of_a_full_disk
 from meshkit.errors import MeshkitError, StepError
-from meshkit.metrics._trackers import Kind, Tracker, grouped, open_tracker, plain_name
+from meshkit.metrics._trackers import Tracker, TrackerName, grouped, open_tracker, plain_name
 
 LogSink = Callable[[int, dict[str, float]], None]
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Logger:
         start_step: int = 0,
         enabled: bool = True,
         jsonl: bool = True,
-        trackers: Sequence[Kind | Tracker] = ("tensorboard",),
+        trackers: Sequence[TrackerName | Tracker] = ("tensorboard",),
         project: str = "meshkit",
         name: str = "",
         config: Mapping[str, Any] | None = None,

@@ -20,7 +20,7 @@ from meshkit.errors import MeshkitError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Kind = Literal["tensorboard", "wandb", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 SHOWN = 300  # characters of a package's error
 
 
@@ -43,7 +43,7 @@ class Tracker(Protocol):
     def close(self, *, failed: bool) -> None: ...
 
 
-def open_tracker(kind: Kind, folder: Path, start_step: int, *, project: str, name: str) -> Tracker:
+def open_tracker(kind: TrackerName, folder: Path, start_step: int, *, project: str, name: str) -> Tracker:
     """folder: of the run, where a tracker keeps its files, or which of its runs this one is.
 
     Raises: MeshkitError for a package that is missing, and where the tracker does not let the run begin.

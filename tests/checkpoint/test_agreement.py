@@ -36,7 +36,7 @@ def odd_error(kind: str) -> Exception:
     if kind == "local class":
         return Local("the loader")
     error = DataError("the loader")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    vars(error)["lock"] = threading.Lock()
     return error
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import meshkit as mk
 from meshkit.checkpoint import SaveOnSignal
+from meshkit.core import _torch
 from tests.checkpoint import test_in_memory as in_memory
 from tests.device.world import run
 from tests.recipes.small import RECIPES, flags_of, step_of, write_inputs
@@ -43,7 +44,7 @@ def asked() -> tuple[list[str], bool]:
     mesh = mk.init_mesh("dp_shard=2")
     with SaveOnSignal() as signals:
         signals.received = "SIGTERM" if dist.get_rank() else None
-        return [*map(str, dist.group.WORLD._device_types)], signals.should_stop(mesh)  # type: ignore[union-attr]
+        return [*map(str, _torch.world()._device_types)], signals.should_stop(mesh)
 
 
 def test_the_world_has_no_group_for_tensors_of_the_host() -> None:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from meshkit.data import BatchRamp
 from meshkit.errors import PlanError
-from meshkit.metrics import Kind
+from meshkit.metrics import TrackerName
 from meshkit.optim import lr_schedule
 from meshkit.recipes.ranges import Count, CountOrNone, NotNegative, Ranged, Threshold
 from meshkit.strategy import Strategy
@@ -35,7 +35,7 @@ class RunFlags(Ranged):
     """write status.html in --out every five seconds: where each rank is, and whether it works or waits"""
     call_files: bool = False
     """write the last calls of each rank (collectives, messages) into --out/calls, at a report and at the end"""
-    track: tuple[Kind, ...] = ("tensorboard",)
+    track: tuple[TrackerName, ...] = ("tensorboard",)
     """where losses, flags, samples and pictures go besides the files in --out; --track alone: nowhere"""
     track_project: str = "meshkit"
     """the project of W&B, the experiment of MLflow"""
