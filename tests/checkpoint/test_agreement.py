@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -74,16 +75,11 @@ def test_an_error_that_has_no_bytes_is_the_same_on_every_rank(tmp_path: Path, ki
 def after_a_late_save(folder: str) -> list[str]:
     training, signals = build("dp_shard=3"), SaveOnSignal()
     late, other = Checkpointer(f"{folder}/late", timeout=timedelta(seconds=2)), Checkpointer(f"{folder}/other")
-    write, finished = _dcp._Writer.write_data, threading.Event()
+    write = _dcp._Writer.write_data
 
-    def slow(self: Any, *args: Any) -> Any:
-        _dcp._Writer.write_data = write  # type: ignore[method-assign]
-        time.sleep(4)
-        finished.set()
-        return write(self, *args)
-
+    slow = mock.patch.object(_dcp._Writer, "write_data", lambda *args: (slow.stop(), time.sleep(4), write(*args))[-1])
     if dist.get_rank() == 1:
-        _dcp._Writer.write_data = slow  # type: ignore[method-assign]
+        slow.start()
     told = []
     late.save(1, training.run, training.optimizer)
     told.append(refusal(late.wait))
