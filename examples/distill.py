@@ -33,7 +33,7 @@ from meshkit.recipes import (
     engine_of,
     first_policy,
     greedy_score,
-    mesh_beside,
+    meshes_beside,
     policy_tasks,
     print0,
     run_from,
@@ -83,8 +83,8 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the meshes
     world = mk.init_mesh()
-    student_mesh, teacher_mesh = mesh_beside(config.mesh, "teacher", config.teacher_mesh, config.teacher_ranks)
-    meshes = {"student": student_mesh, "teacher": teacher_mesh}
+    student_mesh, beside = meshes_beside(config.mesh, {"teacher": (config.teacher_mesh, config.teacher_ranks)})
+    meshes, teacher_mesh = {"student": student_mesh} | beside, beside["teacher"]
     for name, mesh in meshes.items():
         print0(f"{name}  {mesh.describe()}")
 
@@ -100,13 +100,13 @@ def main() -> None:
     student = teacher = optimizer = scheduler = None  # on ranks that have none
     build_student = partial(build, config, student_mesh)
     of_teacher = dataclasses.replace(config, pretrained=config.teacher, lora_rank=None)
-    if student_mesh.here:
-        if config.pretrained is not None:  # before a teacher is trained, so that a bad folder is refused at once
-            student = run_from(config.pretrained, build_student, seed=config.seed)
-        first_policy(of_teacher, partial(build, of_teacher, student_mesh), tasks, tokenizer)
-    world.host.barrier()  # until the folder is written
+    if (
+        student_mesh.here and config.pretrained is not None
+    ):  # before a teacher is trained: a bad folder is refused at once
+        student = run_from(config.pretrained, build_student, seed=config.seed)
+    taught = first_policy(of_teacher, student_mesh, partial(build, of_teacher, student_mesh), tasks, tokenizer)
     if teacher_mesh.here:
-        teacher = run_from(config.teacher or config.out / "sft-model", partial(build, of_teacher, teacher_mesh))
+        teacher = run_from(taught, partial(build, of_teacher, teacher_mesh))
     if student_mesh.here:
         if student is None:
             half = {"hidden_size": 48, "intermediate_size": 128, "head_dim": 12}

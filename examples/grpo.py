@@ -35,10 +35,10 @@ from meshkit.data import PromptLoader
 from meshkit.recipes import (
     EnvironmentFlags,
     Session,
-    actor_and_sampler,
     first_policy,
     greedy_score,
     playing_engine,
+    policy_meshes,
     policy_tasks,
     print0,
     reference_of,
@@ -86,10 +86,8 @@ def main() -> None:
     config = dataclasses.replace(config, lr=0.0, warmup_steps=0, steps=2) if config.selftest else config
 
     # ---------------------------------------------------------------------------------------------- the mesh
-    world, meshes = mk.init_mesh(), actor_and_sampler(config)
-    mesh, apart = meshes["actor"], config.sampler_mesh is not None
-    for name, each in (meshes if apart else {"mesh": mesh}).items():
-        print0(f"{name}  {each.describe()}")
+    world, meshes = mk.init_mesh(), policy_meshes(config)
+    mesh, apart = meshes["actor"], config.in_calls
     print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
@@ -100,17 +98,17 @@ def main() -> None:
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the first model
-    start = config.pretrained or config.out / "sft-model"
-    run = reference = optimizer = scheduler = None  # on ranks that do not learn
+    build_run = partial(build, config, mesh)
+    start = first_policy(config, mesh, build_run, tasks, tokenizer)
+    run = optimizer = scheduler = None  # on ranks that do not learn
     if mesh.here:
-        build_run = partial(build, config, mesh)
-        first_policy(config, build_run, tasks, tokenizer)
         run = run_from(start, build_run, seed=config.seed)
-        reference = reference_of(config, run, start, build_run)
         optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer)
         sums = policy.policy_sums(mesh)
         print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
+    reference, reference_calls = reference_of(config, meshes, run, start, build)
+    values = [call.name for call in reference_calls] if apart else []  # what rollouts have when they are learnt
     sampler, syncs = sampler_of(config, meshes, run, start, partial(build, config))
     write = playing_engine(config, sampler, tasks, tokenizer) if sampler is not None else None
 
@@ -133,9 +131,9 @@ def main() -> None:
         limits = {"max_new_tokens": tasks.max_new_tokens, "rounds": config.sampling_rounds}
         scores, rollouts = policy.step_rollouts(mesh, ask, rules, prompts=config.prompts, **limits)
         sizes = {"tokens_per_microbatch": config.tokens_per_microbatch, "microbatches": config.microbatches}
-        needs = {"reference": reference, "snapshot": config.updates > 1 or config.selftest}
-        batch, advantages, microbatches, balance = policy.policy_batch(
-            run, rollouts, loss, temperature=config.temperature, **sizes, **needs
+        needs = {"reference": None if apart else reference, "snapshot": config.updates > 1 or config.selftest}
+        batch, advantages, microbatches, balance, _ = policy.policy_batch(
+            run, rollouts, loss, temperature=config.temperature, values=values, **sizes, **needs
         )
         for _ in range(config.updates):
             objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
@@ -159,13 +157,15 @@ def main() -> None:
 
     def learn_samples(samples: list[dataflow.Sample]) -> None:
         nonlocal scores
-        scores = learn(lambda: scored([dataflow.rollout_of(each) for each in samples]))
+        scores = learn(lambda: scored([dataflow.rollout_of(each, values) for each in samples]))
 
     # ---------------------------------------------------------------------------------------------- the loop
     state = {"optimizer": optimizer, "scheduler": scheduler, "loader": prompts}
     if apart:
-        call = dataflow.Call(name="learn", on="actor", function=learn_samples, needs=dataflow.ROLLOUT, stage="train")
-        flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, [call], syncs, engine=write)
+        needs = (*dataflow.ROLLOUT, *values)
+        call = dataflow.Call(name="learn", on="actor", function=learn_samples, needs=needs, stage="train")
+        calls = [*reference_calls, call]
+        flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, calls, syncs, engine=write)
         print0(flow.describe())
         state = {"parts": {"actor": (run, optimizer, scheduler)}, "loader": flow}
     with Session(world if apart else run, config, **state, writes=not config.selftest) as session:

@@ -7,6 +7,7 @@ generation in   torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2 t
 on its own      torchrun --nproc-per-node 4 examples/ppo.py --mesh "dp_shard=2" --sampler-mesh "dp_shard=2" \
  ranks, ahead       --sampler-ranks 2 --staleness 1 --preset DECOUPLED_PPO
 without a stop  the same with --staleness 4 --stream
+critic apart    torchrun --nproc-per-node 4 examples/ppo.py --mesh "tp=2" --critic-mesh "dp_shard=2" --critic-ranks 2
 your model      torchrun --nproc-per-node 8 examples/ppo.py --mesh "dp_shard=8" --pretrained Qwen2.5-1.5B/ \
                     --data questions.jsonl --reward arithmetic --max-new-tokens 512 --lr 1e-6 --precision bf16
 
@@ -30,12 +31,12 @@ import meshkit as mk
 from meshkit.algos import dataflow, policy, rewards, rollout
 from meshkit.data import PromptLoader
 from meshkit.recipes import (
-    SampledFlags,
+    CriticFlags,
     Session,
-    actor_and_sampler,
     engine_of,
     first_policy,
     greedy_score,
+    policy_meshes,
     policy_tasks,
     print0,
     reference_of,
@@ -48,7 +49,7 @@ from meshkit.recipes import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SampledFlags):
+class Config(CriticFlags):
     reward_model: Path | None = None
     """score answers with the reward model of this folder instead; evaluation keeps --reward"""
     preset: str = "PPO"
@@ -58,10 +59,6 @@ class Config(SampledFlags):
     """optimizer steps of a pass"""
     decay: mk.recipes.Share = 0.95
     """lambda of GAE"""
-    critic_lr: mk.recipes.NotNegative = 1e-3
-    """learning rate of the critic, constant"""
-    critic_warmup: mk.recipes.CountOrNone = 5
-    """steps in which only the critic learns"""
     sequence: bool = False
     prompts: int = 128
     samples: int = 4
@@ -88,9 +85,8 @@ def main() -> None:
     loss = dataclasses.replace(loss, advantage=dataclasses.replace(loss.advantage, decay=config.decay))
 
     # ---------------------------------------------------------------------------------------------- the meshes
-    world, meshes = mk.init_mesh(), actor_and_sampler(config)
-    actor_mesh, sampler_mesh = meshes["actor"], meshes["sampler"]
-    print0("\n".join(f"{name}  {mesh.describe()}" for name, mesh in meshes.items()))
+    world, meshes = mk.init_mesh(), policy_meshes(config)
+    actor_mesh, critic_mesh, sampler_mesh = meshes["actor"], meshes["critic"], meshes["sampler"]
     print0(f"loss  {config.describe_loss()}")
 
     # ---------------------------------------------------------------------------------------------- tasks and prompts
@@ -99,20 +95,22 @@ def main() -> None:
     print0(f"data  {tasks}")
 
     # ---------------------------------------------------------------------------------------------- the models
-    start = config.pretrained or config.out / "sft-model"
-    actor = critic = reference = reward_model = None  # on ranks that do not learn
+    start = first_policy(config, actor_mesh, partial(build, config, actor_mesh), tasks, tokenizer)
+    actor = critic = reward_model = None  # on ranks that have none
     optimizer = critic_optimizer = scheduler = None
     if actor_mesh.here:
-        build_actor, build_scorer = partial(build, config, actor_mesh), partial(build, config, actor_mesh, scores=True)
-        first_policy(config, build_actor, tasks, tokenizer)
-        actor = run_from(start, build_actor, seed=config.seed)
-        critic = run_from(start, build_scorer, fresh=("score.weight",), seed=config.seed)
-        reference = reference_of(config, actor, start, build_actor)
-        reward_model = run_from(config.reward_model, build_scorer) if config.reward_model else None
+        actor = run_from(start, partial(build, config, actor_mesh), seed=config.seed)
         optimizer = mk.adamw(actor, lr=config.lr, weight_decay=config.weight_decay)
-        critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
         scheduler = config.lr_schedule(optimizer, after=config.critic_warmup)
-        actor_sums, critic_sums = policy.policy_sums(actor_mesh), policy.value_sums(actor_mesh)
+        actor_sums = policy.policy_sums(actor_mesh)
+        if config.reward_model:
+            reward_model = run_from(config.reward_model, partial(build, config, actor_mesh, scores=True))
+    if critic_mesh.here:
+        build_critic = partial(build, config, critic_mesh, scores=True)
+        critic = run_from(start, build_critic, fresh=("score.weight",), seed=config.seed)
+        critic_optimizer = mk.adamw(critic, lr=config.critic_lr, weight_decay=config.weight_decay)
+        critic_sums = policy.value_sums(critic_mesh)
+    _, reference_calls = reference_of(config, meshes, actor, start, build)
     sampler, syncs = sampler_of(config, meshes, actor, start, partial(build, config))
     engine = engine_of(config, sampler) if sampler is not None else None
 
@@ -124,24 +122,33 @@ def main() -> None:
             return rewards.model_scores(reward_model, [each.tokens for each in rollouts], **sizes)
         return rewards.score_on_mesh(meshes[rewards_on], rollouts, tasks.score, fail_fast=config.fail_fast).local
 
-    def learn(samples: list[dataflow.Sample]) -> None:
-        """Advantages over the whole step; then the critic, and after its warm-up the actor, learn from each minibatch."""
+    def step_of(run: mk.Run, samples: list[dataflow.Sample]) -> policy.PolicyBatch:
+        """The answers, shared out by tokens, with advantages over the whole step."""
         rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
-        balanced = policy.balance_rollouts(actor, rollouts, values=value_names, minibatches=config.minibatches, **sizes)
-        advantages = policy.step_advantages(actor_mesh, balanced.batch, loss)
-        balance = {"tokens": advantages.tokens, "tokens_max_over_mean": balanced.balance.max_over_mean}
-        session.log(reward=advantages.reward, unscored=advantages.unscored, **balance)
-        if advantages.unscored:
-            reason = dataflow.first_unscored(actor_mesh, samples)
-            report_unscored(flow.iteration + 1, advantages.unscored, advantages.answers, reason)
-        for minibatch, count in balanced.minibatches(balanced.batch | advantages.values) * config.epochs:
-            objective = policy.value_objective(actor_mesh, minibatch, metrics=critic_sums)
+        return policy.policy_batch(run, rollouts, loss, values=value_names, minibatches=config.minibatches, **sizes)
+
+    def learn_values(samples: list[dataflow.Sample]) -> None:
+        """The critic learns from each minibatch."""
+        for minibatch, count in step_of(critic, samples).minibatches * config.epochs:
+            objective = policy.value_objective(critic_mesh, minibatch, metrics=critic_sums)
             session.log(value_loss=critic.forward_backward(minibatch, loss=objective, microbatches=count))
             if session.guard.allows(critic, mk.clip_grad_norm(critic, config.clip), step=flow.iteration + 1):
                 critic_optimizer.step()
             critic_optimizer.zero_grad()
-            if flow.iteration < config.critic_warmup:
-                continue
+        session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
+
+    def learn(samples: list[dataflow.Sample]) -> None:
+        """The actor learns from each minibatch, after the critic's warm-up."""
+        answers = step_of(actor, samples)
+        advantages = answers.advantages
+        session.log(reward=advantages.reward, unscored=advantages.unscored, tokens=advantages.tokens)
+        session.log(tokens_max_over_mean=answers.balance.max_over_mean)
+        if advantages.unscored:
+            reason = dataflow.first_unscored(actor_mesh, samples)
+            report_unscored(flow.iteration + 1, advantages.unscored, advantages.answers, reason)
+        if flow.iteration < config.critic_warmup:
+            return
+        for minibatch, count in answers.minibatches * config.epochs:
             objective = policy.policy_objective(
                 actor_mesh, minibatch, loss, temperature=config.temperature, metrics=actor_sums
             )
@@ -153,21 +160,23 @@ def main() -> None:
             if session.guard.allows(actor, norm, step=flow.iteration + 1):
                 optimizer.step()
             optimizer.zero_grad()
-        if flow.iteration >= config.critic_warmup:
-            scheduler.step()
+        scheduler.step()
         session.log(**{f"policy/{name}": value for name, value in policy.policy_metrics(actor_sums).items()})
-        session.log(**{f"critic/{name}": value for name, value in policy.value_metrics(critic_sums).items()})
 
     log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
-    call = partial(dataflow.log_prob_call, on="actor", **sizes)
-    value_calls = [call("old_log_probs", actor, log_probs), call("old_values", critic, policy.critic_values)]
-    value_calls += [call(rollout.REFERENCE, reference, log_probs, adapters=reference is not actor)] if config.kl else []
+    critic_on = "actor" if config.critic_mesh is None else "critic"
+    value_calls = [
+        dataflow.log_prob_call("old_log_probs", actor, log_probs, on="actor", **sizes),
+        dataflow.log_prob_call("old_values", critic, policy.critic_values, on=critic_on, **sizes),
+        *reference_calls,
+    ]
     value_names = [each.name for each in value_calls]
     rewards_on = "actor" if config.reward_model else "sampler"
     needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
     calls = [
         dataflow.reward_call(scores, on=rewards_on),
         *value_calls,
+        dataflow.Call(name="learn_values", on=critic_on, function=learn_values, needs=needs, stage="train"),
         dataflow.Call(name="learn", on="actor", function=learn, needs=needs, stage="train"),
     ]
     flow = rollout_flow(config, meshes, sampler, tokenizer, sampling, prompts, calls, syncs, engine=engine)

@@ -91,7 +91,7 @@ def main() -> None:
 
     # ---------------------------------------------------------------------------------------------- the first model
     build_run = partial(build, config, mesh)
-    run = run_from(first_policy(config, build_run, tasks, tokenizer), build_run, seed=config.seed)
+    run = run_from(first_policy(config, mesh, build_run, tasks, tokenizer), build_run, seed=config.seed)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")
     write = engine_of(config, run)

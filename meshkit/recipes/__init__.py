@@ -7,6 +7,7 @@ from .evaluation import pair_means as pair_means
 from .evaluation import report_unscored as report_unscored
 from .evaluation import show_rollouts as show_rollouts
 from .evaluation import write_sample as write_sample
+from .flags import CriticFlags as CriticFlags
 from .flags import EnvironmentFlags as EnvironmentFlags
 from .flags import InstructionFlags as InstructionFlags
 from .flags import LearnFlags as LearnFlags
@@ -33,10 +34,10 @@ from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
 from .planned import planned_ppo as planned_ppo
 from .playing import playing_engine as playing_engine
-from .policy import actor_and_sampler as actor_and_sampler
 from .policy import engine_of as engine_of
 from .policy import first_policy as first_policy
-from .policy import mesh_beside as mesh_beside
+from .policy import meshes_beside as meshes_beside
+from .policy import policy_meshes as policy_meshes
 from .policy import policy_tasks as policy_tasks
 from .policy import reference_of as reference_of
 from .policy import rollout_flow as rollout_flow

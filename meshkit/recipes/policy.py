@@ -11,10 +11,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshkit.algos.dataflow import PROMPTED, Call, Flow, StreamFlow, Sync, generation_call, rollout_call
+from meshkit.algos.dataflow import (
+    PROMPTED,
+    Call,
+    Flow,
+    StreamFlow,
+    Sync,
+    generation_call,
+    log_prob_call,
+    rollout_call,
+)
 from meshkit.algos.policy import RolloutRules
 from meshkit.algos.reallocate import prepare_reallocation
-from meshkit.algos.rollout import Engine, Sampling, VllmEngine, generate
+from meshkit.algos.rollout import REFERENCE, Engine, Sampling, VllmEngine, generate, label_log_probs
 from meshkit.core import _torch
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -25,49 +34,90 @@ from meshkit.models import config_from_pretrained, load_pretrained
 from meshkit.optim import adamw
 from meshkit.step import Run
 
-from .flags import PolicyFlags, RolloutFlags, SampledFlags, SamplerFlags
+from .flags import CriticFlags, RolloutFlags, SampledFlags, SamplerFlags
 from .prompts import encode_chats, fit_rows, stop_ids
 from .sft import warm_up_policy
 from .tasks import REFERENCE_TASKS, Tasks, load_tasks, small_model
 
 Build = Callable[[Any], Run]
 Config = TypeVar("Config", bound=RolloutFlags)
+Sampled = TypeVar("Sampled", bound=SampledFlags)
 
 
-def actor_and_sampler(config: SamplerFlags) -> dict[str, Mesh]:
-    """The meshes "actor" and "sampler", see `mesh_beside`."""
-    actor, sampler = mesh_beside(config.mesh, "sampler", config.sampler_mesh, config.sampler_ranks)
-    return {"actor": actor, "sampler": sampler}
+def policy_meshes(config: SampledFlags) -> dict[str, Mesh]:
+    """The meshes "actor", "reference" and "sampler", and with a critic "critic": see `meshes_beside`. Rank 0 prints them.
 
-
-def mesh_beside(mesh: str, name: str, other: str | None, ranks: int) -> tuple[Mesh, Mesh]:
-    """Two meshes: the same one twice, two on the same ranks, or the other on the last ranks alone. Every rank must call it.
-
-    name: of --NAME-mesh and --NAME-ranks, which say the other. Raises: PlanError for ranks of one that has no mesh.
+    Every rank must call it. Raises: PlanError for a mesh of a reference model without --kl, and for --stream without ranks of
+    its own, without staleness, with vLLM, or with another mesh that learns.
     """
-    if ranks and other is None:
-        raise PlanError(f"--{name}-ranks {ranks} needs a --{name}-mesh of so many ranks.")
-    # Every rank makes both meshes, in one order, since making the process groups of a mesh is collective over the world.
-    world_size = init_mesh().spec.world_size
-    firsts = range(world_size - ranks)
-    first = init_mesh(mesh, ranks=firsts)
-    if other is None:
-        return first, first
-    return first, init_mesh(other, ranks=range(firsts.stop, world_size) if ranks else firsts)
+    if config.reference_mesh is not None and not config.kl:
+        raise PlanError(
+            f'--reference-mesh "{config.reference_mesh}": without --kl there is no reference model. Give a --kl, or leave '
+            "the mesh out."
+        )
+    others = {"critic": (config.critic_mesh, config.critic_ranks)} if isinstance(config, CriticFlags) else {}
+    others |= {"reference": (config.reference_mesh, config.reference_ranks)}
+    for wrong, why in (
+        (not config.sampler_ranks, "needs --sampler-ranks of its own"),
+        (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
+        (
+            config.engine != "meshkit",
+            f"needs --engine meshkit, whose answers go on with new weights, not {config.engine}",
+        ),
+        (
+            any(mesh is not None for mesh, _ in others.values()),
+            "has one mesh that writes and one that learns. Leave --reference-mesh and --critic-mesh out",
+        ),
+    ):
+        if config.stream and wrong:
+            raise PlanError(f"--stream {why}.")
+    others |= {"sampler": (config.sampler_mesh, config.sampler_ranks)}
+    actor, beside = meshes_beside(config.mesh, others)
+    meshes = {"actor": actor} | beside
+    for mesh in {id(mesh): mesh for mesh in meshes.values()}.values() if dist.get_rank() == 0 else ():
+        print(f"{', '.join(name for name, each in meshes.items() if each is mesh)}  {mesh.describe()}")
+    return meshes
+
+
+def meshes_beside(mesh: str, others: Mapping[str, tuple[str | None, int]]) -> tuple[Mesh, dict[str, Mesh]]:
+    """(a mesh on the first ranks, others by their names): each is the first itself, or another on the same ranks, or on ranks
+    of its own, which follow in the order of the names. Every rank must call it.
+
+    others: (mesh, ranks) of --NAME-mesh and --NAME-ranks. Raises: PlanError for ranks of one that has no mesh, and where none
+    are left for the first.
+    """
+    for name, (other, ranks) in others.items():
+        if ranks and other is None:
+            raise PlanError(f"--{name}-ranks {ranks} needs a --{name}-mesh of so many ranks.")
+    # Every rank makes all meshes, in one order, since making the process groups of a mesh is collective over the world.
+    world_size, apart = init_mesh().spec.world_size, sum(ranks for _, ranks in others.values())
+    if apart >= world_size:
+        told = " and ".join(f"--{name}-ranks {ranks}" for name, (_, ranks) in others.items() if ranks)
+        raise PlanError(f"{told} of {world_size} ranks leave none to learn. Start more ranks, or give fewer.")
+    firsts = range(world_size - apart)
+    first, used, meshes = init_mesh(mesh, ranks=firsts), firsts.stop, {}
+    for name, (other, ranks) in others.items():
+        if other is None:
+            meshes[name] = first
+        else:
+            meshes[name] = init_mesh(other, ranks=range(used, used + ranks) if ranks else firsts)
+            used += ranks
+    return first, meshes
 
 
 def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Config, Tasks, Tokenizer, Sampling]:
     """(the flags with rows that hold prompts and answers, the rows with their reward, the tokenizer of --pretrained or of
     characters for reference tasks, how to answer). rules: of the preset, which may let answers be longer.
 
-    Raises: MeshkitError for adapters without --pretrained, --engine vllm without vLLM, dynamic sampling with a sampler apart,
+    Raises: MeshkitError for adapters without --pretrained, --engine vllm without vLLM, dynamic sampling with a model apart,
     prompts and answers that do not fit, and a reward that fails at once: before anything is trained.
     """
     config.refuse_adapters()
-    if rules is not None and rules.dynamic and getattr(config, "sampler_mesh", None) is not None:
+    apart = isinstance(config, SampledFlags) and config.in_calls
+    if rules is not None and rules.dynamic and apart:
         raise PlanError(
-            "dynamic sampling (DAPO) asks again within a step, for which learners and sampler must be one. Leave "
-            "--sampler-mesh out, or choose another --preset."
+            "dynamic sampling (DAPO) asks again within a step, for which all models must be on the learners' mesh. Leave "
+            "--sampler-mesh and --reference-mesh out, or choose another --preset."
         )
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
@@ -84,8 +134,11 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
         environment=getattr(config, "environment", ""),
         turns=getattr(config, "turns", None),
     )
-    if tasks.environment and getattr(config, "sampler_mesh", None) is not None:
-        raise PlanError("episodes in an environment are played by the learners' own policy. Leave --sampler-mesh out.")
+    if tasks.environment and apart:
+        raise PlanError(
+            "episodes in an environment are played and judged on the learners' mesh. Leave --sampler-mesh and "
+            "--reference-mesh out."
+        )
     if tasks.environment and rules is not None and rules.overlong:
         raise PlanError(
             "an overlong penalty (DAPO) is of an answer, and an episode has several. Choose another --preset."
@@ -107,14 +160,15 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     return fitted, tasks, tokenizer, sampling
 
 
-def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:
+def first_policy(config: RolloutFlags, mesh: Mesh, build: Build, tasks: Tasks, tokenizer: Tokenizer) -> Path:
     """The folder that the policy starts from: --pretrained, or a small model in --out after some SFT, right now and then.
 
-    build: the run of a shape, on its mesh, whose every rank calls this. A folder that exists is taken as it is.
+    mesh, build: where it is trained, and the run of a shape there. A folder that exists is taken as it is.
+    Every rank of the world calls it, and returns when the folder is there. Wire: a barrier of hosts.
     """
     # In --out: a run that continues finds it, and begins at its own checkpoint anyway.
     start = config.pretrained or config.out / "sft-model"
-    if not start.exists():
+    if mesh.here and not start.exists():
         task, run = REFERENCE_TASKS[config.task], build(small_model(tokenizer.vocab_size))
         warm_up_policy(
             run,
@@ -127,6 +181,7 @@ def first_policy(config: RolloutFlags, build: Build, tasks: Tasks, tokenizer: To
             seq_len=config.seq_len,
             is_main=dist.get_rank() == 0,
         )
+    host_ranks(_torch.world()).barrier()
     return start
 
 
@@ -143,11 +198,36 @@ def run_from(folder: str | os.PathLike[str], build: Build, *, fresh: Sequence[st
     return run
 
 
-def reference_of(config: PolicyFlags, run: Run, start: str | os.PathLike[str], build: Build) -> Run | None:
-    """The reference model, as the policy was before: none without --kl, and with adapters the policy itself without them."""
+def reference_of(
+    config: Sampled,
+    meshes: Mapping[str, Mesh],
+    actor: Run | None,
+    start: str | os.PathLike[str],
+    build: Callable[[Sampled, Mesh, Any], Run],
+) -> tuple[Run | None, list[Call]]:
+    """(the reference model, as the policy was before; the call that adds its log-probabilities as `REFERENCE`): none without
+    --kl, and no model on ranks without it. With adapters it is the policy itself without them, or on --reference-mesh a model
+    that has none.
+
+    meshes: of `policy_meshes`. start: of `first_policy`. build: the run of a shape on a mesh, by flags.
+    """
     if not config.kl:
-        return None
-    return run if config.lora_rank is not None else run_from(start, build)
+        return None, []
+    apart = config.reference_mesh is not None
+    reference = actor
+    if apart or config.lora_rank is None:
+        build_reference = partial(build, replace(config, lora_rank=None), meshes["reference"])
+        reference = run_from(start, build_reference) if meshes["reference"].here else None
+    call = log_prob_call(
+        REFERENCE,
+        reference,
+        partial(label_log_probs, temperature=config.temperature),
+        on="reference" if apart else "actor",
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        microbatches=config.microbatches,
+        adapters=apart or config.lora_rank is None,
+    )
+    return reference, [call]
 
 
 def sampler_of(
@@ -159,12 +239,11 @@ def sampler_of(
 ) -> tuple[Run | None, list[Sync]]:
     """(who writes, the weight syncs): the actor itself and none, or with --sampler-mesh its copy, and one to it.
 
-    meshes: of `actor_and_sampler`. start: the folder that the actor began with. build: the run of a shape on a mesh. Every
-    rank of the world calls it. Wire: that of `prepare_reallocation`.
+    meshes: of `policy_meshes`. start: of `first_policy`. build: the run of a shape on a mesh. Every rank of the world calls
+    it. Wire: that of `prepare_reallocation`.
     """
     if config.sampler_mesh is None:
         return actor, []
-    host_ranks(_torch.world()).barrier()  # until the folder is written
     sampler = run_from(start, partial(build, meshes["sampler"])) if meshes["sampler"].here else None
     weights = prepare_reallocation(actor, sampler, frozen=False)  # both began with the same folder
     if dist.get_rank() == 0:
@@ -193,8 +272,8 @@ def rollout_flow(
 ) -> Flow | StreamFlow:
     """The dataflow of a policy recipe: `samples` rollouts of each prompt by the sampler, then `calls`; --stream says which.
 
-    meshes: of `actor_and_sampler`. sampler, engine: None on ranks without it. prompts: of one data rank of one, since the
-    flow shares them out. Raises: PlanError for --stream without ranks of its own, without staleness, or with vLLM.
+    meshes: of `policy_meshes`. sampler, engine: None on ranks without it. prompts: of one data rank of one, since the
+    flow shares them out.
     """
     options: dict[str, Any] = {"on": "sampler", "sampling": sampling, "samples": config.samples, "seed": config.seed}
     given: dict[str, Any] = {
@@ -206,15 +285,5 @@ def rollout_flow(
     }
     if not config.stream:
         return Flow(meshes, [rollout_call(engine, tokenizer, **options), *calls], **given)
-    for wrong, why in (
-        (not config.sampler_ranks, "needs --sampler-ranks of its own"),
-        (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
-        (
-            config.engine != "meshkit",
-            f"needs --engine meshkit, whose answers go on with new weights, not {config.engine}",
-        ),
-    ):
-        if wrong:
-            raise PlanError(f"--stream {why}.")
     write = generation_call(sampler, tokenizer, tokens=config.stream_tokens, **options)
     return StreamFlow(meshes, write, calls, **given)

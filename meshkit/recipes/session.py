@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -72,8 +73,8 @@ class Session:
     run: what is resumed and saved in `out`/checkpoints, with the optimizer, scheduler and loader; or a Mesh, whose ranks
     save `parts`, each in a folder of its name: runs with their optimizers and schedulers, None on ranks that have none. Of
     parts the loader may be anything whose state all ranks of the mesh make together, such as a dataflow.
-    signals_every: ask the other ranks only in every so many steps whether a signal came, where each question crosses a slow
-    link; a rank that gets one goes on until then.
+    signals_every: ask the other ranks only in every so many steps whether a signal came, and with parts for numbers that this
+    rank has not, where each question crosses a slow link; a rank that gets a signal goes on until then.
     unit: what the loop counts; how many of them is the flag of that name, as --steps. writes: False keeps no file.
     start: steps made before. finished: whether the last step was made here. stopped: whether a signal ended it sooner.
     guard: against gradients that are not finite. --corruption-every compares copies here, also before each checkpoint; where
@@ -269,10 +270,13 @@ class Session:
     def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
         """The work of the step ends here: evaluation, pictures and files that follow are no part of its time.
 
-        tokens, flops_per_token: see `Meter.step`.
+        tokens, flops_per_token: see `Meter.step`. With parts, `scalars` then has the numbers of all ranks, the first one's of
+        those that several have. Wire: then a dict up and down a tree of hosts, in every `signals_every` steps.
         """
         self._clock_stopped = True
         self._measured.close()
+        if self._run is None and self._step % self._signals_every == 0:
+            self._share_scalars()
         self.scalars |= self._meter.step(tokens, flops_per_token=flops_per_token).scalars()
         self._pause.enter_context(self._meter.paused())
 
@@ -285,6 +289,13 @@ class Session:
                 self.scalars[name] = math.nan
             else:
                 self.scalars[name] = float(value)
+
+    def _share_scalars(self) -> None:
+        """Parts may be on ranks of their own: each rank gets the numbers that it has not, of the first rank that has them."""
+        own = self.scalars | {name: read().item() for name, read in self._arriving.items()}
+        # Where several ranks have a number, the first one's is kept.
+        self.scalars = self.mesh.host.all_reduce(own, lambda parts: {**ChainMap(*parts)})
+        self._arriving = {}
 
     def evaluates(self, step: int) -> bool:
         """Whether the step is one of --eval-every, or the last."""

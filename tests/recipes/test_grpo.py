@@ -117,6 +117,21 @@ def test_a_sampler_on_ranks_of_its_own_writes_what_the_learners_would(tmp_path: 
     assert status == 0 and len(curve(tmp_path / "stream")) == 4, output
 
 
+def test_a_reference_on_a_mesh_of_its_own_is_the_same_run(tmp_path: Path) -> None:
+    more = {"kl": 0.1, "updates": 2, "temperature": 0.9}
+    status, output = run(1, RECIPE, *flags(tmp_path / "one", **more), timeout_s=280)
+    assert status == 0, output
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart" / "sft-model").symlink_to(tmp_path / "one" / "sft-model")
+    apart = {"mesh": "dp_shard=2", "reference_mesh": "dp_shard=1", "reference_ranks": 1}
+    status, output = run(3, RECIPE, *flags(tmp_path / "apart", **more, **apart), timeout_s=280)
+    assert status == 0, output
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "apart")
+    assert one.keys() == two.keys() == {1, 2, 3, 4}
+    for step, expected in one.items():
+        assert two[step] == pytest.approx(expected, rel=TOL_CURVE, abs=1e-7)
+
+
 def test_dynamic_sampling_is_for_learners_that_write(tmp_path: Path) -> None:
     change = {"preset": "DAPO", "mesh": "dp_shard=1", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
     status, output = run(2, RECIPE, *flags(tmp_path, **change), timeout_s=280)

@@ -22,7 +22,7 @@ def flags(out: Path, **changes: object) -> list[str]:
     chosen = {
         "task": "reversal",
         "out": out,
-        "sft-steps": 20,
+        "sft-steps": 110,
         "steps": 4,
         "lr": 1e-4,
         "critic-warmup": 0,
@@ -46,13 +46,35 @@ def curve(out: Path) -> dict[int, list[float]]:
     return {row["step"]: [row.get(name, 0.0) for name in names] for row in rows}
 
 
-def test_a_run_on_ranks_apart_stopped_and_continued_elsewhere_is_one_run_on_one_rank(tmp_path: Path) -> None:
-    """Learners on two ranks and a sampler on a third; then all on tp=2, with the sampler on its own layout."""
-    whole, split = tmp_path / "whole", tmp_path / "split"
-    status, output = run(1, RECIPE, *flags(whole), timeout_s=280)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank."""
+    out = tmp_path_factory.mktemp("ppo") / "whole"
+    status, output = run(1, RECIPE, *flags(out), timeout_s=280)
     assert status == 0, output
-    split.mkdir()
-    (split / "sft-model").symlink_to(whole / "sft-model")
+    return out
+
+
+def other_run(whole: Path, out: Path) -> Path:
+    """A folder of a run with the same first model."""
+    out.mkdir()
+    (out / "sft-model").symlink_to(whole / "sft-model")
+    return out
+
+
+def assert_same_curve(out: Path, whole: Path) -> None:
+    found, expected = curve(out), curve(whole)
+    assert found.keys() == expected.keys() == {1, 2, 3, 4}
+    assert all(map(any, zip(*expected.values(), strict=True)))
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+
+
+def test_a_run_on_ranks_apart_stopped_and_continued_elsewhere_is_one_run_on_one_rank(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Learners on two ranks and a sampler on a third; then all on tp=2, with the sampler on its own layout."""
+    split = other_run(whole, tmp_path / "split")
     apart = {"mesh": "dp_shard=2", "sampler_mesh": "dp_shard=1", "sampler_ranks": 1}
     status, output = run(3, RECIPE, *flags(split, **apart), timeout_s=280, stop=(split, 2))
     assert status == 0, output
@@ -60,17 +82,31 @@ def test_a_run_on_ranks_apart_stopped_and_continued_elsewhere_is_one_run_on_one_
     status, output = run(2, RECIPE, *flags(split, mesh="tp=2", sampler_mesh="dp_shard=2"), timeout_s=280)
     assert status == 0, output
     assert "resume from step" in output
-    found, expected = curve(split), curve(whole)
-    assert found.keys() == expected.keys() == {1, 2, 3, 4}
-    for step in expected:
-        assert found[step] == pytest.approx(expected[step], rel=TOL_CURVE, abs=1e-6), step
+    assert_same_curve(split, whole)
     AutoModelForCausalLM.from_pretrained(split / "model-4")
     assert list((split / "tensorboard").iterdir())
+
+
+def test_critic_and_reference_on_meshes_of_their_own_are_the_same_run(whole: Path, tmp_path: Path) -> None:
+    """Actor, critic, reference and sampler on a rank each; then layouts of their own on the actor's ranks."""
+    split = other_run(whole, tmp_path / "split")
+    one = dict.fromkeys(("mesh", "critic-mesh", "reference-mesh", "sampler-mesh"), "tp=1")
+    one |= {f"{name}-ranks": 1 for name in ("critic", "reference", "sampler")}
+    status, output = run(4, RECIPE, *flags(split, **one), timeout_s=280, stop=(split, 2))
+    assert status == 0, output
+    others = {"mesh": "tp=2", "critic-mesh": "dp_shard=2", "reference-mesh": "pp=2"}
+    status, output = run(2, RECIPE, *flags(split, **others), timeout_s=280)
+    assert status == 0, output
+    assert "resume from step" in output and "actor, sampler  2 ranks" in output
+    assert_same_curve(split, whole)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        ({"critic-ranks": 1}, "--critic-ranks 1 needs a --critic-mesh of so many ranks"),
+        ({"critic-mesh": "tp=2", "critic-ranks": 2}, "--critic-ranks 2 of 2 ranks leave none to learn."),
+        ({"kl": 0, "reference-mesh": "tp=2"}, "without --kl there is no reference model. Give a --kl"),
         ({"preset": "GRPO"}, "--preset GRPO is not a loss with a critic. Choose from PPO, DECOUPLED_PPO"),
         ({"sampler-ranks": 1}, "--sampler-ranks 1 needs a --sampler-mesh of so many ranks"),
     ],
@@ -83,7 +119,14 @@ def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) 
 
 def test_a_stream_that_stops_goes_on_elsewhere_with_all_its_rollouts(tmp_path: Path) -> None:
     """Tokens of a bounded age on each of the steps; what is learnt when depends on speed, so no curve is held."""
-    streams = {"sampler_mesh": "dp_shard=1", "sampler_ranks": 1, "staleness": 3, "steps": 6, "eval_every": 3}
+    streams = {
+        "sft_steps": 20,
+        "sampler_mesh": "dp_shard=1",
+        "sampler_ranks": 1,
+        "staleness": 3,
+        "steps": 6,
+        "eval_every": 3,
+    }
     chosen = flags(tmp_path / "run", **streams)
     status, output = run(
         3, RECIPE, *chosen, "--mesh", "dp_shard=2", "--stream", timeout_s=280, stop=(tmp_path / "run", 2)
@@ -101,6 +144,10 @@ def test_what_a_stream_needs_is_said(tmp_path: Path) -> None:
         (
             {"staleness": 0, "sampler_mesh": "dp_shard=1", "sampler_ranks": 1},
             "--stream needs a --staleness of at least 1",
+        ),
+        (
+            {"staleness": 1, "sampler_mesh": "dp_shard=1", "sampler_ranks": 1, "reference-mesh": "tp=1"},
+            "--stream has one mesh that writes and one that learns. Leave --reference-mesh and --critic-mesh out.",
         ),
     ):
         status, output = run(2, RECIPE, *flags(tmp_path, **change), "--stream", timeout_s=280)

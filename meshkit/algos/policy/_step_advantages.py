@@ -115,15 +115,18 @@ def pack_rollouts(
 
 
 class PolicyBatch(NamedTuple):
-    """batch: what `policy_objective` reads, of this data rank. microbatches: for `forward_backward`, the same on every rank.
+    """batch: what `policy_objective` and `value_objective` read, of this data rank. microbatches: for `forward_backward`, the
+    same on every rank.
 
-    balance: which data rank learns from which rollouts.
+    balance: which data rank learns from which rollouts. minibatches: (batch, microbatches) of each optimizer step, of which
+    each has all answers to its prompts.
     """
 
     batch: Batch
     advantages: StepAdvantages
     microbatches: int
     balance: Balance
+    minibatches: list[tuple[Batch, int]]
 
 
 def balance_rollouts(
@@ -162,28 +165,33 @@ def policy_batch(
     temperature: float = 1.0,
     reference: Run | None = None,
     snapshot: bool = False,
+    minibatches: int = 1,
+    values: Sequence[str] = (),
 ) -> PolicyBatch:
-    """The batch that `policy_objective` reads from this data rank's rollouts, balanced by tokens, with the step's advantages.
+    """What a policy or its critic learns from this data rank's rollouts, balanced by tokens, with the step's advantages.
 
-    tokens_per_microbatch, microbatches: see `balance_tokens`. A data rank learns from rollouts of others, too.
+    run: who learns. tokens_per_microbatch, microbatches: see `balance_tokens`. minibatches, values: see `balance_rollouts`.
+    A data rank learns from rollouts of others, too.
     reference: the reference model, for KL; the run itself is taken without its adapters. snapshot: keep the present
     log-probabilities as the old ones, for several updates on one batch; losses with corrections or KL in the reward do so
-    anyway. Every rank must call it, also without rollouts.
+    anyway, unless `values` has them. Every rank must call it, also without rollouts.
     Wire: that of `balance_rollouts`, of `token_values`, once for the snapshot and once for the reference model, and of
     `step_advantages`.
     """
-    balanced = balance_rollouts(run, rollouts, tokens_per_microbatch=tokens_per_microbatch, microbatches=microbatches)
+    sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches, "minibatches": minibatches}
+    balanced = balance_rollouts(run, rollouts, values=values, **sizes)
     batch, count = balanced.batch, balanced.microbatches
     log_probs = partial(label_log_probs, temperature=temperature)
     # pi_old is the trainer's own, before the first update; the engine's numbers have other rounding and other kernels. For
     # a single update on policy it is log_probs itself, and this forward is saved.
-    if snapshot or loss.corrections or loss.kl.in_reward:
+    if "old_log_probs" not in values and (snapshot or loss.corrections or loss.kl.in_reward):
         batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=count).cpu()
     if reference is not None:
         with disabled(run.model) if reference is run else nullcontext():
             batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=count).cpu()
     advantages = step_advantages(run.mesh, batch, loss)
-    return PolicyBatch(batch | advantages.values, advantages, count, balanced.balance)
+    batch |= advantages.values
+    return PolicyBatch(batch, advantages, count, balanced.balance, balanced.minibatches(batch))
 
 
 class StepAdvantages(NamedTuple):

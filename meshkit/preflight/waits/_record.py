@@ -26,9 +26,18 @@ _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "s
 # What goes up the tree of hosts comes down again, which is waited for; not for the device, but for other hosts.
 _OF_HOSTS: dict[str, Callable[[Operators, Any], Any]] = {
     "reduce": lambda operators, function: operators.unseen(function),
-    "broadcast": lambda operators, function: operators.with_objects("between hosts", function),
-    "scatter": lambda operators, function: operators.with_objects("between hosts", function),
+    "broadcast": lambda operators, function: _waited_for(operators, function),
+    "scatter": lambda operators, function: _waited_for(operators, function),
 }
+
+
+def _waited_for(operators: Operators, function: Callable[..., Any]) -> Callable[..., Any]:
+    seen, unseen = operators.with_objects("between hosts", function), operators.unseen(function)
+
+    def call(ranks: HostRanks, *args: Any) -> Any:
+        return (seen if ranks.size > 1 else unseen)(ranks, *args)
+
+    return call
 
 
 @contextmanager

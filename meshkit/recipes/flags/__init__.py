@@ -13,6 +13,7 @@ from ._model import ModelFlags as ModelFlags
 from ._parallel import STRATEGY_FIELDS as STRATEGY_FIELDS
 from ._parallel import ParallelFlags as ParallelFlags
 from ._policy import CorrectionName as CorrectionName
+from ._policy import CriticFlags as CriticFlags
 from ._policy import EnvironmentFlags as EnvironmentFlags
 from ._policy import PolicyFlags as PolicyFlags
 from ._policy import RolloutFlags as RolloutFlags

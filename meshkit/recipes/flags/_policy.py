@@ -142,6 +142,34 @@ class SamplerFlags(ParallelFlags):
 class SampledFlags(PolicyFlags, SamplerFlags):
     """Policy gradients on rollouts of a sampler."""
 
+    reference_mesh: str | None = None
+    """mesh of the reference model of --kl; default: that of the learners"""
+    reference_ranks: CountOrNone = 0
+    """number of ranks, those before the sampler's own, that only the reference model uses; 0: it shares the learners'"""
+
+    @property
+    def in_calls(self) -> bool:
+        """Whether a model has a mesh of its own, so that a step is a dataflow of calls."""
+        return self.sampler_mesh is not None or self.reference_mesh is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticFlags(SampledFlags):
+    """Policy gradients with a critic, which learns beside the policy."""
+
+    critic_lr: NotNegative = 1e-3
+    """learning rate of the critic, constant"""
+    critic_warmup: CountOrNone = 5
+    """steps in which only the critic learns"""
+    critic_mesh: str | None = None
+    """mesh of the critic; default: that of the actor"""
+    critic_ranks: CountOrNone = 0
+    """number of ranks, those after the actor's, that only the critic uses; 0: it shares the actor's"""
+
+    @property
+    def in_calls(self) -> bool:
+        return super().in_calls or self.critic_mesh is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFlags(SampledFlags):

@@ -142,12 +142,10 @@ def learnt_step(cell: Cell) -> tuple[float, float, dict[str, float]]:
     rollouts = player(run, cache=KeptCache())(own, sampling=SAMPLING, samples=4, seed=3)
     scored = score_on_mesh(run.mesh, rollouts, episode_scores)
     loss = replace(GRPO, kl=replace(GRPO.kl, coefficient=0.0))
-    batch, _, count, _ = policy_batch(
-        run, scored.rollouts, loss, tokens_per_microbatch=64, temperature=0.9, snapshot=True
-    )
+    step = policy_batch(run, scored.rollouts, loss, tokens_per_microbatch=64, temperature=0.9, snapshot=True)
     sums = policy_sums(run.mesh)
-    objective = policy_objective(run.mesh, batch, loss, temperature=0.9, metrics=sums)
-    value = run.forward_backward(batch, loss=objective, count=policy_count(loss), microbatches=count)
+    objective = policy_objective(run.mesh, step.batch, loss, temperature=0.9, metrics=sums)
+    value = run.forward_backward(step.batch, loss=objective, count=policy_count(loss), microbatches=step.microbatches)
     return float(value), float(mk.clip_grad_norm(run, 1.0)), policy_metrics(sums)
 
 
