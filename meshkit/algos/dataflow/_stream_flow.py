@@ -16,21 +16,19 @@ import torch
 import torch.distributed as dist
 
 from meshkit.algos.dataflow._buffer import Buffer, Groups
-from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync, run_call, to_arrays, to_tensors
-from meshkit.algos.dataflow._exchange import DataRanks, share
+from meshkit.algos.dataflow._call import SOURCE, Call, Sample, Sync, to_arrays, to_tensors
+from meshkit.algos.dataflow._exchange import DataRanks
 from meshkit.algos.dataflow._flow import data_ranks
 from meshkit.algos.dataflow._guard import Guard
 from meshkit.algos.dataflow._mailbox import Mailbox
 from meshkit.algos.dataflow._program import refuse_odd_graph
 from meshkit.algos.dataflow._stream_call import StreamCall
+from meshkit.algos.dataflow._trainers import LOOK_S, PAUSE_S, Trainers, timed
 from meshkit.core import _torch
-from meshkit.core.waiting import waiting
-from meshkit.errors import DataError, PlanError, StepError
+from meshkit.errors import DataError, PlanError
 from meshkit.mesh import Mesh
 
 _numbers = itertools.count()
-PAUSE_S = 0.002  # between two looks at what another rank has done
-LOOK_S = 1.0  # between two looks at whether one has failed
 
 
 class StreamFlow:
@@ -77,7 +75,7 @@ class StreamFlow:
         self._data_ranks: dict[str, DataRanks] = {
             name: data_ranks(meshes[name]) for name in (self._writes, self._learns)
         }
-        self._rank, self._timeout_s = dist.get_rank(), timeout.total_seconds()
+        self._rank = dist.get_rank()
         self._next = self._begun = 0
         self._firsts: dict[int, list[Sample]] = {}
         self._buffer = Buffer(Groups(lambda iteration: len(self._first(iteration)), total), staleness)
@@ -89,6 +87,9 @@ class StreamFlow:
         self._writers, self._trainers, self._both = groups
         name = f"stream-{next(_numbers)}"
         self._guard, self._mail = Guard(name, timeout=timeout), Mailbox(f"{name}-mail")
+        self._taken = Trainers(
+            meshes[self._learns], self._buffer, self._mail, self._guard, read=self._read, timeout=timeout
+        )
 
     @property
     def iteration(self) -> int:
@@ -125,48 +126,11 @@ class StreamFlow:
     # -------------------------------------------------------------------------------------------------- trainers
 
     def _train(self) -> list[Sample]:
-        chosen = self._take()
-        mine = share(len(chosen), self._data_ranks[self._learns], self._rank)
-        samples = [{**sample, SOURCE: index} for index in mine for sample in self._mail.get(f"group/{chosen[index]}")]
-        # All have read: no rank is slower than this meeting.
-        self._guard.meet(f"iteration {self._next}, taken", self._group(self._trainers))
-        if self._is_first(self._learns):
-            for group in chosen:
-                self._mail.delete(f"group/{group}")
-        for call in self._trains:
-            samples = self._timed(call, samples, f"iteration {self._next}, call {call.name}")
+        samples = self._taken.train(self._next, self._trains, self._group(self._trainers), self.seconds)
         if self._is_first(self._learns):
             self._mail.put(f"trained/{self._next}", True)
         self._sync()
         return samples
-
-    def _take(self) -> list[int]:
-        """The groups of this step, the same on all trainers."""
-        began = looked = time.monotonic()
-        groups = self._buffer.groups
-        chosen: list[int] | None = []
-        if self._is_first(self._learns):
-            with waiting(f"rollouts of iteration {self._next}"):
-                self._read()
-                while (chosen := self._buffer.take(self._next)) is None:
-                    time.sleep(PAUSE_S)
-                    now = time.monotonic()
-                    if now - looked > LOOK_S:
-                        looked = now
-                        self._guard.raise_failure()
-                    if now - began > self._timeout_s:
-                        raise StepError(
-                            f"iteration {self._next}: {len(self._buffer.ready)} groups of rollouts are ready after "
-                            f"{self._timeout_s:.0f} s, and the next ones are not. Generators have ended or are slow: look at "
-                            "what they printed, or give the flow a longer timeout."
-                        )
-                    self._read()
-        numbers = torch.full((groups.before(self._next + 1) - groups.before(self._next),), -1)
-        if chosen:
-            numbers.copy_(torch.tensor(chosen))
-        self._guard.meet(f"iteration {self._next}, take", self._group(self._trainers), numbers)
-        self.seconds["wait"] += time.monotonic() - began
-        return numbers.tolist()
 
     def _read(self) -> None:
         for version, begun, ready in self._mail.new():
@@ -231,7 +195,7 @@ class StreamFlow:
         groups = [made[0][SOURCE] for made in whole]
         samples = [sample for made in whole for sample in made]
         for call in self._judges:
-            samples = self._timed(call, samples, f"iteration {self._next}, call {call.name}")
+            samples = timed(call, samples, f"iteration {self._next}, call {call.name}", self._guard, self.seconds)
         if groups and self._is_first_of_data_rank(self._writes):
             for group in groups:
                 self._mail.put(f"group/{group}", [sample for sample in samples if sample[SOURCE] == group])
@@ -252,13 +216,6 @@ class StreamFlow:
                 began = time.perf_counter()
                 sync.function()
                 self._add_seconds(sync.name, time.perf_counter() - began)
-
-    def _timed(self, call: Call, samples: list[Sample], what: str) -> list[Sample]:
-        began = time.perf_counter()
-        with self._guard.reports_failure(what):
-            returned = run_call(call, samples, what)
-        self._add_seconds(call.name, time.perf_counter() - began)
-        return samples if returned is None else returned
 
     def _add_seconds(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
