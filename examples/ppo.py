@@ -171,7 +171,7 @@ def main() -> None:
         *reference_calls,
     ]
     value_names = [each.name for each in value_calls]
-    rewards_on = "actor" if config.reward_model else "sampler"
+    rewards_on = "actor" if config.reward_model or config.sampler_mesh is None else "sampler"
     needs = (*dataflow.ROLLOUT, "reward", "unscored", *value_names)
     calls = [
         dataflow.reward_call(scores, on=rewards_on),

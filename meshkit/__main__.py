@@ -1,6 +1,6 @@
 """Command line: train by a recipe or copy it, draw a pipeline schedule, estimate memory, forecast seconds, search strategies,
 place the calls of reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a
-cluster, read the last calls of a run, relay weights.
+cluster, read the last calls of a run, relay weights, write rollouts for a trainer elsewhere.
 
 `meshkit` and `python -m meshkit` are the same; the name of a recipe may stand for its file.
 
@@ -21,6 +21,7 @@ python -m meshkit energy 1f1b --times F=1:1:1:1.3 --power 1980:700:1,1410:450:1.
 python -m meshkit calls runs/sft/calls
 python -m meshkit measure-cluster
 python -m meshkit relay http://trainer:8000 --folder weights
+python -m meshkit rollout-worker http://trainer:8000 --secret-file secret
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from meshkit.algos.plan_rl.command import PlanRL
 from meshkit.algos.plan_rl.command import command as plan_rl_command
 from meshkit.algos.shardcast.command import RelayOptions
 from meshkit.algos.shardcast.command import command as relay_command
+from meshkit.algos.workers.command import WorkerOptions
+from meshkit.algos.workers.command import command as worker_command
 from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
@@ -242,6 +245,7 @@ def main() -> None:
                     "explain": Explain,
                     "goodput": GoodputOptions,
                     "relay": RelayOptions,
+                    "rollout-worker": WorkerOptions,
                     "energy": Energy,
                     "calls": Calls,
                     "measure-cluster": MeasureCluster,
@@ -255,6 +259,8 @@ def main() -> None:
                 goodput_command(chosen)
             elif isinstance(chosen, RelayOptions):
                 relay_command(chosen)
+            elif isinstance(chosen, WorkerOptions):
+                worker_command(chosen)
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)

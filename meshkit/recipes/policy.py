@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ from meshkit.algos.dataflow import (
 from meshkit.algos.policy import RolloutRules
 from meshkit.algos.reallocate import prepare_reallocation
 from meshkit.algos.rollout import REFERENCE, Engine, Sampling, VllmEngine, generate, label_log_probs
+from meshkit.algos.shardcast.command import read_secret
+from meshkit.algos.workers import GIVES, WorkerFlow, WorkerPolicy, prompt_of, read_answers
 from meshkit.core import _torch
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -71,12 +73,32 @@ def policy_meshes(config: SampledFlags) -> dict[str, Mesh]:
     ):
         if config.stream and wrong:
             raise PlanError(f"--stream {why}.")
+    if config.worker_port is not None:
+        _refuse_odd_workers(config, [mesh for mesh, _ in others.values()])
     others |= {"sampler": (config.sampler_mesh, config.sampler_ranks)}
     actor, beside = meshes_beside(config.mesh, others)
     meshes = {"actor": actor} | beside
     for mesh in {id(mesh): mesh for mesh in meshes.values()}.values() if dist.get_rank() == 0 else ():
         print(f"{', '.join(name for name, each in meshes.items() if each is mesh)}  {mesh.describe()}")
     return meshes
+
+
+def _refuse_odd_workers(config: SampledFlags, meshes: Sequence[str | None]) -> None:
+    for wrong, why in (
+        (config.worker_secret is None, "needs a --worker-secret, a file with a text that workers know too"),
+        (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
+        (
+            config.stream or config.sampler_mesh is not None,
+            "has workers that write. Leave --stream and --sampler-mesh out",
+        ),
+        (
+            any(mesh is not None for mesh in meshes),
+            "has one mesh that learns. Leave --reference-mesh and --critic-mesh out",
+        ),
+        (config.lora_rank is not None, "publishes whole models, and adapters are none. Leave --lora-rank out"),
+    ):
+        if wrong:
+            raise PlanError(f"--worker-port {config.worker_port} {why}.")
 
 
 def meshes_beside(mesh: str, others: Mapping[str, tuple[str | None, int]]) -> tuple[Mesh, dict[str, Mesh]]:
@@ -269,8 +291,8 @@ def rollout_flow(
     syncs: Sequence[Sync],
     *,
     engine: Engine | None,
-) -> Flow | StreamFlow:
-    """The dataflow of a policy recipe: `samples` rollouts of each prompt by the sampler, then `calls`; --stream says which.
+) -> Flow | StreamFlow | WorkerFlow:
+    """The dataflow of a policy recipe: `samples` rollouts of each prompt, then `calls`. --stream and --worker-port say which.
 
     meshes: of `policy_meshes`. sampler, engine: None on ranks without it. prompts: of one data rank of one, since the
     flow shares them out.
@@ -280,10 +302,47 @@ def rollout_flow(
         "source": lambda step: [{"key": key, "fields": row.fields} for key, row in prompts.of_step(step)],
         "fields": PROMPTED,
         "total": config.steps,
-        "syncs": syncs,
         "staleness": config.staleness,
     }
+    if config.worker_port is not None:
+        return _worker_flow(config, meshes, sampler, tokenizer, sampling, calls, given)
+    given["syncs"] = syncs
     if not config.stream:
         return Flow(meshes, [rollout_call(engine, tokenizer, **options), *calls], **given)
     write = generation_call(sampler, tokenizer, tokens=config.stream_tokens, **options)
     return StreamFlow(meshes, write, calls, **given)
+
+
+def _worker_flow(
+    config: SampledFlags,
+    meshes: Mapping[str, Mesh],
+    actor: Run | None,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    calls: Sequence[Call],
+    given: dict[str, Any],
+) -> WorkerFlow:
+    """Workers write, whose samplings, seeds and precision are those of the flags."""
+    assert config.worker_port is not None and config.worker_secret is not None
+    told = {"sampling": asdict(sampling), "samples": config.samples, "seed": config.seed, "precision": config.precision}
+    served = WorkerPolicy(
+        port=config.worker_port,
+        secret=read_secret(config.worker_secret, verb="--worker-secret"),
+        lease_s=config.worker_lease,
+        settings=told,
+        gives=GIVES,
+    )
+
+    def publish(folder: Path) -> None:
+        assert actor is not None  # on a rank of its mesh
+        actor.export(folder, tokenizer)
+
+    return WorkerFlow(
+        meshes,
+        calls,
+        served,
+        publish=publish,
+        first=partial(prompt_of, tokenizer=tokenizer),
+        read=partial(read_answers, tokenizer=tokenizer, sampling=sampling, samples=config.samples),
+        **given,
+    )

@@ -1,5 +1,8 @@
 """Dataflow (RL orchestration): calls of several models, each on a mesh of its own, in turn or asynchronously (staleness)."""
 
+from ._buffer import Buffer as Buffer
+from ._buffer import Groups as Groups
+from ._call import SOURCE as SOURCE
 from ._call import Call as Call
 from ._call import Sample as Sample
 from ._call import Sync as Sync

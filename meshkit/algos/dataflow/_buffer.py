@@ -36,7 +36,7 @@ class Buffer:
     """Begun groups, in their order, until training takes them.
 
     begun: by version of the weights, how many groups had been begun before the next version came. taken: those after `first`,
-    the first group that was not taken.
+    the first group that was not taken. step: the next that takes groups.
     With at most `staleness` = k updates between the weights that write a token and those that learn from it, a group that
     was begun by weights of version v is taken by step v + k.
     """
@@ -47,10 +47,19 @@ class Buffer:
     first: int = 0
     taken: set[int] = field(default_factory=set)
     begun: dict[int, int] = field(default_factory=dict)
+    step: int = 0
 
     def limit(self, version: int) -> int:
         """How many groups may have been begun by weights of this version."""
         return self.groups.before(version + self.staleness + 1)
+
+    def may_begin(self, group: int, version: int) -> bool:
+        """Whether weights of this version, perhaps not the newest, may begin a group, perhaps not the next one.
+
+        Steps up to version + staleness that have not taken theirs must have room for it and for all before it that wait.
+        """
+        waiting = sum(each not in self.taken for each in range(self.first, group + 1))
+        return waiting <= self.groups.before(version + self.staleness + 1) - self.groups.before(self.step)
 
     def take(self, step: int) -> list[int] | None:
         """The groups that training step `step` learns from, or None as long as it must wait.
@@ -62,6 +71,7 @@ class Buffer:
         chosen = sorted(self.ready)[:count]
         if len(chosen) < count or not self._in_time(self.taken | set(chosen), step):
             return None
+        self.step = step + 1
         self.ready -= set(chosen)
         self.taken |= set(chosen)
         while self.first in self.taken:

@@ -71,8 +71,9 @@ class Trainers:
     def _take(self, step: int, group: dist.ProcessGroup, seconds: dict[str, float]) -> list[int]:
         """The groups of this step, the same on all trainers."""
         began = time.monotonic()
-        groups = self._buffer.groups
-        numbers = torch.full((groups.before(step + 1) - groups.before(step),), -1)
+        with self._lock:
+            groups = self._buffer.groups
+            numbers = torch.full((groups.before(step + 1) - groups.before(step),), -1)
         if self._is_first:
             with waiting(f"rollouts of iteration {step}"):
                 chosen = self._ready(step, began)

@@ -35,7 +35,7 @@ class RelayOptions:
 
 
 def command(options: RelayOptions) -> None:
-    secret = "" if options.secret_file is None else _read_secret(options.secret_file)
+    secret = "" if options.secret_file is None else read_secret(options.secret_file, verb="relay")
     with Relay(
         options.upstreams, options.folder, host=options.host, port=options.port, keep=options.keep, secret=secret
     ) as relay:
@@ -51,13 +51,16 @@ def command(options: RelayOptions) -> None:
             print(f"version {version} in {folder}", flush=True)
 
 
-def _read_secret(path: Path) -> str:
+def read_secret(path: Path, *, verb: str) -> str:
+    """The text of a file. Raises: CheckpointError for one that is not there, or has none."""
     try:
         secret = path.read_text(encoding="utf-8").strip()
-    except UnicodeDecodeError:
+    except FileNotFoundError:
+        raise CheckpointError(f"{verb}: there is no file {path}. Write the secret into it.") from None
+    except (UnicodeDecodeError, OSError):
         secret = ""
     if not secret:
         raise CheckpointError(
-            f"relay --secret-file {path}: it has no text, so nothing would be checked. Write the secret."
+            f"{verb} --secret-file {path}: it has no text, so nothing would be checked. Write the secret."
         )
     return secret

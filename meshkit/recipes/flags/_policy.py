@@ -146,11 +146,18 @@ class SampledFlags(PolicyFlags, SamplerFlags):
     """mesh of the reference model of --kl; default: that of the learners"""
     reference_ranks: CountOrNone = 0
     """number of ranks, those before the sampler's own, that only the reference model uses; 0: it shares the learners'"""
+    worker_port: CountOrNone | None = None
+    """serve `python -m meshkit rollout-worker`s of other jobs at this port, which write the answers, and weights at the next
+    one; 0 takes free ones"""
+    worker_secret: Path | None = None
+    """a file with the secret that workers know too"""
+    worker_lease: Positive = 30.0
+    """seconds after which a worker that is not heard of is lost, and what it wrote is given to others"""
 
     @property
     def in_calls(self) -> bool:
-        """Whether a model has a mesh of its own, so that a step is a dataflow of calls."""
-        return self.sampler_mesh is not None or self.reference_mesh is not None
+        """Whether a step is a dataflow of calls: a model has a mesh of its own, or workers write."""
+        return self.sampler_mesh is not None or self.reference_mesh is not None or self.worker_port is not None
 
 
 @dataclass(frozen=True, kw_only=True)

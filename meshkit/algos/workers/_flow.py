@@ -1,0 +1,302 @@
+"""Dataflow of trainers whose rollouts are written by workers of other jobs (elastic, fault-tolerant rollout workers).
+
+Workers come and go: what one that is lost was writing is given to another, and the trainers go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshkit.algos.dataflow import SOURCE, Buffer, Call, Groups, Sample
+from meshkit.algos.dataflow._call import to_arrays, to_tensors
+from meshkit.algos.dataflow._flow import data_ranks
+from meshkit.algos.dataflow._guard import Guard
+from meshkit.algos.dataflow._mailbox import Mailbox
+from meshkit.algos.dataflow._program import refuse_odd_graph
+from meshkit.algos.dataflow._trainers import Trainers
+from meshkit.algos.shardcast import Origin
+from meshkit.algos.workers._server import Read, RolloutServer
+from meshkit.core import _torch
+from meshkit.errors import DataError, PlanError
+from meshkit.mesh import Mesh
+
+_numbers = itertools.count()
+KEPT = 3  # versions of the weights that workers may still get
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPolicy:
+    """How trainers serve rollout workers.
+
+    port: of the server of groups; weights are at the next one. 0 takes free ones. host: the address to serve at; "" is all of
+    this machine's. secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of
+    weights. settings: what else a worker learns when it joins. gives: the fields that it makes.
+    Raises: PlanError for a port or seconds out of range, and an empty secret.
+    """
+
+    port: int
+    secret: str
+    host: str = ""
+    lease_s: float = 30.0
+    shard_bytes: int = 64 * 2**20
+    settings: Mapping[str, Any]
+    gives: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < (1 << 16) - 1:
+            raise PlanError(f"WorkerPolicy(port={self.port}): give one from 1 to 65534, or 0 for free ones.")
+        if not self.lease_s > 0:
+            raise PlanError(f"WorkerPolicy(lease_s={self.lease_s}): a lease has some seconds.")
+        if not self.secret:
+            raise PlanError("rollout workers are known by a secret, which is empty. Give WorkerPolicy(secret=) a text.")
+
+
+class WorkerFlow:
+    """As a `StreamFlow` whose generators are processes of other jobs, which may be lost, and come, at any time.
+
+    meshes, calls, source, fields, total, staleness, timeout: as of a `StreamFlow`; all calls are on one mesh.
+    publish(folder): write the present weights there, for `Relay` and `load_pretrained`. Every rank of the mesh calls it.
+    first(sample): what a worker gets of a first sample, as plain JSON. read(sample, answers): what is made of it and of a
+    worker's answers; see `Read`.
+    The first rank of the mesh has a `RolloutServer` and shardcast's `Origin`. A group whose worker is lost is written anew by
+    another, with its newest weights; no token is learnt more than `staleness` updates after the weights that wrote it.
+    Wire: each version of the weights to each worker that names the origin first, tokens and log-probabilities back; between
+    trainers that of `StreamFlow`.
+    Raises: PlanError for calls on several meshes, and without staleness; StepError where rollouts do not come in time.
+    Source: INTELLECT-2, Prime Intellect 2025 (2505.07291), whose inference workers join and leave.
+    """
+
+    def __init__(
+        self,
+        meshes: Mapping[str, Mesh],
+        calls: Sequence[Call],
+        policy: WorkerPolicy,
+        *,
+        source: Callable[[int], list[Sample]],
+        fields: Sequence[str],
+        total: int,
+        staleness: int,
+        publish: Callable[[Path], object],
+        first: Callable[[Sample], Mapping[str, Any]],
+        read: Callable[[Sample, Sequence[Mapping[str, Any]]], list[Sample]],
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        on = {call.on for call in calls}
+        if len(on) != 1 or on - set(meshes):
+            raise PlanError(
+                f"rollout workers write for one mesh that learns, and calls are on {', '.join(sorted(on))}. Put all on one "
+                f"of {', '.join(meshes)}."
+            )
+        if staleness < 1:
+            raise PlanError(f"staleness={staleness}: workers write while trainers learn. Use at least 1.")
+        refuse_odd_graph(
+            [Call(name="write", on="workers", function=_elsewhere, needs=fields, gives=policy.gives), *calls], fields
+        )
+        self._mesh, self._calls, self._policy = meshes[on.pop()], list(calls), policy
+        self._source, self._total, self._staleness, self._publish = source, total, staleness, publish
+        self._next, self._published = 0, -1
+        self._firsts: dict[int, list[Sample]] = {}
+        self._buffer = Buffer(Groups(lambda iteration: len(self._iteration(iteration)), total), staleness)
+        self.seconds: dict[str, float] = {}
+        """of the calls of the last step on this rank; `wait` is the time until rollouts came, `publish` that of weights"""
+        self._is_first = dist.get_rank() == self._mesh.ranks[0]
+        (self._group,) = _torch.split(_torch.world(), [[sorted(self._mesh.ranks)]], backend="gloo", timeout=timeout)
+        name = f"workers-{next(_numbers)}"
+        self._guard, self._mail = Guard(name, timeout=timeout), Mailbox(f"{name}-mail")
+        self._server: RolloutServer | None = None
+        if self._is_first:
+            self._begin_serving(first, read)
+        lock = nullcontext() if self._server is None else self._server.lock
+        self._trainers = Trainers(
+            self._mesh, self._buffer, self._mail, self._guard, read=self._read, timeout=timeout, lock=lock
+        )
+
+    def _begin_serving(
+        self,
+        first: Callable[[Sample], Mapping[str, Any]],
+        read: Callable[[Sample, Sequence[Mapping[str, Any]]], list[Sample]],
+    ) -> None:
+        policy = self._policy
+        weights = policy.port + 1 if policy.port else 0
+        self._origin = Origin(
+            host=policy.host, port=weights, shard_bytes=policy.shard_bytes, keep=KEPT, secret=policy.secret
+        )
+        self._folder = Path(tempfile.mkdtemp(prefix="meshkit-weights-"))
+        self._server = RolloutServer(
+            self._buffer,
+            host=policy.host,
+            port=policy.port,
+            secret=policy.secret,
+            lease_s=policy.lease_s,
+            settings={**policy.settings, "weights_port": self._origin.port},
+            first=lambda group: first(self._sample(group)),
+            read=self._reads(read),
+        )
+
+    @property
+    def iteration(self) -> int:
+        """The next whose training step runs."""
+        return self._next
+
+    @property
+    def port(self) -> int | None:
+        """Of the server, on the first rank; None on all others."""
+        return None if self._server is None else self._server.port
+
+    def describe(self) -> str:
+        """The calls, their ranks, and where workers come."""
+        mesh = self._mesh
+        where = "" if self._server is None else f" They come to port {self._server.port}."
+        lines = [
+            f"{self._calls[0].on}: {len(mesh.ranks)} ranks from {mesh.ranks[0]} on, {len(data_ranks(mesh))} data ranks",
+            f"rollouts of workers, tokens at most {self._staleness} updates old.{where}",
+        ]
+        return "\n".join([*lines, *(f"      {call.name:16} {call.on}" for call in self._calls)])
+
+    def step(self) -> list[Sample]:
+        """Run the next training step, as soon as workers have written for it. Returns this rank's samples of it.
+
+        After the last one workers are told that the run is over.
+        """
+        if self._next >= self._total:
+            raise DataError(f"the flow has run its {self._total} iterations. Give a larger total.")
+        self.seconds = {"wait": 0.0}
+        samples: list[Sample] = []
+        if self._group is not None:
+            self._give_weights()
+            samples = self._trainers.train(self._next, self._calls, self._group, self.seconds)
+        self._next += 1
+        if self._server is not None:
+            self._forget()
+            if self._next == self._total:
+                self._server.finish()
+                self.close()
+        if self._group is not None and self._next < self._total:
+            self._give_weights()
+        return samples
+
+    def close(self) -> None:
+        """Workers are not served any more."""
+        if self._server is not None:
+            self._server.close()
+            self._origin.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._server = None
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def _give_weights(self) -> None:
+        """Those of this version to the workers, unless they have them."""
+        if self._published == self._next:
+            return
+        assert self._group is not None
+        what, began = f"iteration {self._next}, publish", time.perf_counter()
+        # One path for all ranks, of which the first one's is written.
+        told = [self._folder / f"{self._next}" if self._is_first else None]
+        dist.broadcast_object_list(told, src=self._mesh.ranks[0], group=self._group)
+        (folder,) = told
+        assert folder is not None
+        with self._guard.reports_failure(what):
+            self._publish(folder)
+            if self._server is not None:
+                self._origin.publish(folder, self._next)
+                for old in self._folder.iterdir():
+                    if int(old.name) <= self._next - KEPT:
+                        shutil.rmtree(old)
+                self._server.newest = self._next
+        self._published = self._next
+        self.seconds["publish"] = self.seconds.get("publish", 0.0) + time.perf_counter() - began
+
+    # ------------------------------------------------------------------------------------------------------- groups
+
+    def _iteration(self, iteration: int) -> list[Sample]:
+        if iteration not in self._firsts:
+            self._firsts[iteration] = self._source(iteration)
+        return self._firsts[iteration]
+
+    def _sample(self, group: int) -> Sample:
+        iteration, index = self._buffer.groups.place(group)
+        return {**self._iteration(iteration)[index], SOURCE: group}
+
+    def _reads(self, read: Callable[[Sample, Sequence[Mapping[str, Any]]], list[Sample]]) -> Read:
+        return lambda group, answers: read(self._sample(group), answers)
+
+    def _read(self) -> None:
+        """What came, into the mailbox and the buffer. With the lock."""
+        assert self._server is not None
+        for group, samples in self._server.arrived():
+            self._mail.put(f"group/{group}", samples)
+            self._buffer.ready.add(group)
+        self._server.leases.expire()
+
+    def _forget(self) -> None:
+        """First samples of groups that all were taken."""
+        assert self._server is not None
+        with self._server.lock:
+            place, _ = self._buffer.groups.place(self._buffer.first) if self._next < self._total else (self._total, 0)
+            self._firsts = {key: first for key, first in self._firsts.items() if key >= place}
+
+    # ------------------------------------------------------------------------------------------------------- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration, and the groups that are ready: no whole rollout is lost, and others are written anew.
+
+        The same on every rank, to be loaded on any mesh, also of another number of workers. Every rank of the world must call
+        it, after a `step`. Wire: a broadcast of these, as objects.
+        """
+        state: dict[str, Any] = {"iteration": self._next, "total": self._total, "staleness": self._staleness}
+        if self._server is not None:
+            with self._server.lock:
+                self._read()
+                ready = {group: self._mail.get(f"group/{group}") for group in sorted(self._buffer.ready)}
+                state["ready"] = {group: [to_tensors(each) for each in samples] for group, samples in ready.items()}
+                state["buffer"] = {"first": self._buffer.first, "taken": sorted(self._buffer.taken)}
+                state["begun"] = dict(self._buffer.begun)
+                state["given"] = self._server.leases.next
+        told = [state]
+        dist.broadcast_object_list(told, src=self._mesh.ranks[0])
+        return told[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, with the weights of its iteration.
+
+        Raises: DataError for one of a larger staleness, whose rollouts may be older than this flow says, and one of a
+        `StreamFlow`.
+        """
+        if "given" not in state:
+            raise DataError(
+                "the saved flow had no rollout workers. Go on without them, or begin anew in another folder."
+            )
+        if state["staleness"] > self._staleness:
+            raise DataError(
+                f"the saved flow had tokens of at most {state['staleness']} updates ago, this one has {self._staleness}. "
+                "Give at least that staleness."
+            )
+        self._next = state["iteration"]
+        if self._server is None:
+            return
+        with self._server.lock:
+            buffer, leases = self._buffer, self._server.leases
+            buffer.first, buffer.taken = state["buffer"]["first"], set(state["buffer"]["taken"])
+            buffer.begun, buffer.ready = dict(state["begun"]), set(state["ready"])
+            for group, samples in state["ready"].items():
+                self._mail.put(f"group/{group}", [to_arrays(each) for each in samples])
+            buffer.step, leases.next = self._next, state["given"]
+            had = buffer.taken | buffer.ready
+            leases.free = [group for group in range(buffer.first, leases.next) if group not in had]
+
+
+def _elsewhere(samples: list[Sample]) -> None:
+    """What stands for the workers where the graph of calls is looked at."""
+    raise AssertionError("workers have no function here")

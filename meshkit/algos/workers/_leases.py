@@ -1,0 +1,90 @@
+"""Leases of groups to rollout workers: who writes what, and until when. Numbers only, no communication.
+
+A group is what is made of one first sample, see `meshkit.algos.dataflow`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from meshkit.algos.dataflow import Buffer
+
+
+@dataclass
+class Lease:
+    """node: who has it. until: on the clock, when others may have it. version: of the weights that begin the group."""
+
+    node: str
+    until: float
+    version: int
+
+
+@dataclass
+class Leases:
+    """Which groups are begun, and by whom. A group whose worker is not heard of for `lease_s` is given to another.
+
+    next: the first group that nobody was given. free: those that were given to a worker that is lost. oldest: by group, the
+    least version that it was ever begun with.
+    """
+
+    buffer: Buffer
+    lease_s: float
+    clock: Callable[[], float]
+    next: int = 0
+    open: dict[int, Lease] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    oldest: dict[int, int] = field(default_factory=dict)
+
+    def assign(self, node: str, version: int, room: int) -> list[int]:
+        """Groups that the node begins now, with weights of this version: those that were lost first."""
+        self.expire()
+        assigned: list[int] = []
+        while len(assigned) < room:
+            group = self.free[0] if self.free else self.next
+            if not self.buffer.may_begin(group, version):
+                break
+            if self.free:
+                heapq.heappop(self.free)
+            else:
+                self.next += 1
+            self.open[group] = Lease(node, self.clock() + self.lease_s, version)
+            self.oldest[group] = min(version, self.oldest.get(group, version))
+            begun = self.buffer.begun
+            begun[version] = max(begun.get(version, 0), group + 1)
+            assigned.append(group)
+        return assigned
+
+    def renew(self, node: str, holds: Collection[int]) -> list[int]:
+        """The node still writes these groups. What it has forgotten is free; returns those that are not its any more."""
+        held = {group for group, lease in self.open.items() if lease.node == node}
+        for group in held:
+            if group in holds:
+                self.open[group].until = self.clock() + self.lease_s
+            else:
+                self._free(group)
+        return sorted(set(holds) - held)
+
+    def expire(self) -> list[int]:
+        """Free the groups of workers that were not heard of in time; returns them."""
+        now = self.clock()
+        lost = sorted(group for group, lease in self.open.items() if lease.until < now)
+        for group in lost:
+            self._free(group)
+        return lost
+
+    def is_wanted(self, group: int) -> bool:
+        """Whether the group was begun, and nobody has brought it yet."""
+        return group in self.open or group in self.free
+
+    def finish(self, group: int) -> None:
+        """It was brought, by whomever."""
+        if self.open.pop(group, None) is None:
+            self.free.remove(group)
+            heapq.heapify(self.free)
+        self.oldest.pop(group, None)
+
+    def _free(self, group: int) -> None:
+        del self.open[group]
+        heapq.heappush(self.free, group)

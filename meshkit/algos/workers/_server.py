@@ -1,0 +1,201 @@
+"""The trainer's server of rollout workers: gives out groups to write, takes in what was written, in threads of its own."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from meshkit.algos.dataflow import Buffer, Sample
+from meshkit.algos.workers._leases import Leases
+from meshkit.algos.workers._wire import MOST_BYTES, SIGNATURE, UNREADABLE, signature
+from meshkit.errors import DataError, PlanError
+
+# [Note: what a worker is believed]
+# A worker is a process of another job, perhaps at another site. It says token ids, their log-probabilities and the version of
+# the weights that wrote each, and nothing else: prompts, texts and where an answer ends are the trainer's own, made of the
+# ids. What does not fit (ids that do not exist, an answer that goes on after its end, weights that are not out yet or too
+# old) is refused, and the group is free again.
+
+Read = Callable[[int, Sequence[Mapping[str, Any]]], list[Sample]]
+"""(group, answers of a worker) -> its samples. Raises: DataError for what cannot be."""
+
+
+@dataclass
+class _Node:
+    seen: float
+    told: bool = False
+    """that the run is over"""
+
+
+class RolloutServer:
+    """Serves `POST /join`, `/work`, `/rollouts` and `/leave` to workers that know the secret, until it is closed.
+
+    settings: what a worker learns when it joins. first(group): what it gets of a group's first sample. read: see `Read`.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        *,
+        host: str,
+        port: int,
+        secret: str,
+        lease_s: float,
+        settings: Mapping[str, Any],
+        first: Callable[[int], Mapping[str, Any]],
+        read: Read,
+    ) -> None:
+        self.lock = threading.RLock()
+        """around each look at the leases and the buffer"""
+        self.leases = Leases(buffer, lease_s, time.monotonic)
+        self.newest, self.done = -1, False
+        self.refused: list[str] = []
+        """what workers said that could not be, the last ones"""
+        self._settings, self._first, self._read_answers, self._secret = dict(settings), first, read, secret
+        self._arrived: list[tuple[int, list[Sample]]] = []
+        self._nodes: dict[str, _Node] = {}
+        handler = type("Handler", (_Handler,), {"owner": self})
+        try:
+            self._server = ThreadingHTTPServer((host, port), handler)
+        except OSError as error:
+            raise PlanError(f"RolloutServer(port={port}): {error}. Choose another port.") from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="rollout server", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------- the trainer
+
+    def arrived(self) -> list[tuple[int, list[Sample]]]:
+        """(group, its samples) of those that came since the last call."""
+        with self.lock:
+            found, self._arrived = self._arrived, []
+        return found
+
+    def workers(self) -> list[str]:
+        """Those that were heard of lately."""
+        with self.lock:
+            since = time.monotonic() - self.leases.lease_s
+            return sorted(name for name, node in self._nodes.items() if node.seen >= since)
+
+    def finish(self, *, timeout_s: float = 10.0) -> None:
+        """The run is over: return when all workers that live know it, or after the timeout."""
+        end = time.monotonic() + timeout_s
+        self.done = True
+        while time.monotonic() < end:
+            living = self.workers()
+            with self.lock:
+                if all(self._nodes[name].told for name in living):
+                    return
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------------- the workers
+
+    def is_signed(self, path: str, body: bytes, given: str) -> bool:
+        return hmac.compare_digest(signature(self._secret, path, body).encode(), given.encode())
+
+    def answer(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises: KeyError for a path that there is not; DataError and what `UNREADABLE` has for odd messages."""
+        answers = {"/join": self._join, "/work": self._work, "/rollouts": self._rollouts, "/leave": self._leave}
+        with self.lock:
+            return answers[path](message)
+
+    def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return self._settings
+
+    def _work(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """message: node, version of its weights, room for so many more groups, holds: those that it writes."""
+        node, version = str(message["node"]), int(message["version"])
+        known = self._nodes.setdefault(node, _Node(time.monotonic()))
+        known.seen = time.monotonic()
+        dropped = self.leases.renew(node, [int(each) for each in message["holds"]])
+        groups: list[int] = []
+        if not self.done and 0 <= version <= self.newest:
+            groups = self.leases.assign(node, version, min(int(message["room"]), 1 << 16))
+        known.told = self.done
+        given = [{"group": group, **self._first(group)} for group in groups]
+        return {"groups": given, "drop": dropped, "newest": self.newest, "done": self.done}
+
+    def _rollouts(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """message: node, group, answers."""
+        group, answers = int(message["group"]), message["answers"]
+        if self.done or not self.leases.is_wanted(group):
+            return {"taken": False}
+        try:
+            for answer in answers:
+                self._refuse_versions(group, [int(each) for each in answer["versions"]])
+            samples = self._read_answers(group, answers)
+        except (DataError, *UNREADABLE) as error:
+            self.refused = [*self.refused[-9:], f"{message['node']!s:.80}: group {group}: {error}"]
+            self.leases.renew(str(message["node"]), [])  # its groups are free
+            raise
+        self.leases.finish(group)
+        self._arrived.append((group, samples))
+        return {"taken": True}
+
+    def _leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self.leases.renew(str(message["node"]), [])
+        self._nodes.pop(str(message["node"]), None)
+        return {}
+
+    def _refuse_versions(self, group: int, versions: list[int]) -> None:
+        oldest = self.leases.oldest[group]
+        if versions != sorted(versions) or not versions or versions[0] < oldest or versions[-1] > self.newest:
+            raise DataError(
+                f"versions of its tokens are {versions[:1]} to {versions[-1:]}, where {oldest} to {self.newest} can be, and "
+                "none is followed by an older one."
+            )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: RolloutServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_POST(self) -> None:
+        try:
+            size = int(self.headers.get("Content-Length", ""))
+        except ValueError:
+            return self._end(411, b"how many bytes the message has is not said")
+        if not 0 <= size <= MOST_BYTES:
+            return self._end(413, b"the message is too large")
+        body = self.rfile.read(size)
+        if not self.owner.is_signed(self.path, body, self.headers.get(SIGNATURE, "")):
+            return self._end(403, b"the message is not signed by the secret that the trainer has")
+        try:
+            answer = self.owner.answer(self.path, json.loads(body))
+        except KeyError as error:
+            return self._send(400, f"{self.path}: there is no {error}".encode())
+        except (DataError, *UNREADABLE) as error:
+            return self._send(400, f"{self.path}: {error}".encode())
+        self._send(200, json.dumps(answer).encode())
+
+    def _end(self, status: int, data: bytes) -> None:
+        """What follows on this connection is not to be read."""
+        self.close_connection = True
+        self._send(status, data)
+
+    def _send(self, status: int, data: bytes) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:  # who asked is gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a line for each message would bury all else."""

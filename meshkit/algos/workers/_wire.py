@@ -1,0 +1,70 @@
+"""Messages between trainer and rollout workers: JSON over HTTP, signed by a secret that both know (HMAC)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from meshkit.errors import PlanError, StepError
+
+SIGNATURE = "X-Meshkit-Signature"
+MOST_BYTES = 256 * 2**20  # of a message: a group of a thousand answers of ten thousand tokens
+UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""what reading JSON of others may raise"""
+
+
+class Unreachable(Exception):
+    """The other side does not answer now; it may later."""
+
+
+def signature(secret: str, path: str, body: bytes) -> str:
+    return hmac.new(secret.encode(), path.encode() + b"\0" + body, hashlib.sha256).hexdigest()
+
+
+class Link:
+    """A worker's side: `ask` the trainer, over one connection that is made anew where it breaks."""
+
+    def __init__(self, address: str, *, secret: str, timeout_s: float) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise PlanError(f"rollout worker: {address!r} is no address. Give one as http://trainer:8000.")
+        self.host, self._port = parts.hostname, parts.port or 80
+        self._secret, self._timeout_s = secret, timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    def ask(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a message. Raises: Unreachable; StepError where the trainer refuses it, with its reason."""
+        body = json.dumps(message).encode()
+        headers = {SIGNATURE: signature(self._secret, path, body), "Content-Type": "application/json"}
+        try:
+            if self._connection is None:
+                self._connection = http.client.HTTPConnection(self.host, self._port, timeout=self._timeout_s)
+            self._connection.request("POST", path, body, headers)
+            response = self._connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise StepError(f"the trainer refuses: {text[:500].decode(errors='replace')}")
+        try:
+            answer = json.loads(text)
+        except UNREADABLE as error:
+            raise StepError(f"what came from {self.host}:{self._port} is no answer of a trainer: {error}.") from error
+        if not isinstance(answer, dict):
+            raise StepError(f"what came from {self.host}:{self._port} is no answer of a trainer.")
+        return answer
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def node_name(process: int) -> str:
+    return f"{socket.gethostname()}-{process}"

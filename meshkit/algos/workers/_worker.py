@@ -1,0 +1,191 @@
+"""A rollout worker: gets weights and groups from a trainer's job, and writes answers on a mesh of its own job."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshkit.algos.dataflow import SOURCE, Sample, StreamWriter, generation_call
+from meshkit.algos.rollout import CachePolicy, Sampling
+from meshkit.algos.shardcast import Relay
+from meshkit.algos.workers._wire import Link, Unreachable, node_name
+from meshkit.data import load_tokenizer
+from meshkit.errors import CheckpointError, StepError
+from meshkit.mesh import Mesh
+from meshkit.models import load_pretrained
+from meshkit.step import Run
+
+IDLE_S = 0.2  # between two questions of a worker that has nothing to write
+SENT = ("ids", "log_probs", "versions")
+
+
+@dataclass
+class _Plan:
+    """What the first rank learned, for all: groups to begin by data rank, weights to take, and whether the run is over."""
+
+    begin: list[list[Sample]]
+    weights: tuple[int, Path] | None = None
+    done: bool = False
+    dropped: list[int] = field(default_factory=list)
+
+
+class Desk:
+    """The first rank's side: talks with the trainer, and gets weights from it or from relays.
+
+    upstreams: addresses of relays, asked before the trainer.
+    """
+
+    def __init__(
+        self, address: str, folder: Path, *, secret: str, upstreams: tuple[str, ...], timeout_s: float
+    ) -> None:
+        self._link, self._timeout_s = Link(address, secret=secret, timeout_s=30.0), timeout_s
+        self.node, self._holds = node_name(os.getpid()), set[int]()
+        self.settings = self._patiently("/join", {})
+        origin = f"http://{self._link.host}:{int(self.settings['weights_port'])}"
+        # Three versions: one is read while the next two come.
+        self._relay = Relay([*upstreams, origin], folder, secret=secret, poll_s=0.5, keep=3)
+
+    def first_weights(self) -> tuple[int, Path]:
+        return self._relay.wait(timeout_s=self._timeout_s)
+
+    def newer(self, version: int) -> tuple[int, Path] | None:
+        with suppress(CheckpointError):
+            return self._relay.wait(newer_than=version, timeout_s=0.0)
+        return None
+
+    def give(self, made: list[Sample]) -> bool:
+        """Bring a group's answers. Whether they were taken: somebody else may have brought them."""
+        group = made[0][SOURCE]
+        self._holds.discard(group)
+        answers = [{name: sample[name].tolist() for name in SENT} for sample in made]
+        message = {"node": self.node, "group": group, "answers": answers}
+        return bool(self._patiently("/rollouts", message)["taken"])
+
+    def ask(self, version: int, rooms: list[int]) -> _Plan:
+        """Groups for data ranks that have so much room: one after the other to the one with most."""
+        message = {
+            "node": self.node,
+            "version": version,
+            "room": sum(max(room, 0) for room in rooms),
+            "holds": sorted(self._holds),
+        }
+        answer = self._patiently("/work", message)
+        begin: list[list[Sample]] = [[] for _ in rooms]
+        left = list(rooms)
+        for each in answer["groups"]:
+            to = left.index(max(left))
+            left[to] -= 1
+            self._holds.add(int(each["group"]))
+            fields = {"prompt_ids": each["prompt_ids"]}
+            begin[to].append({"key": int(each["key"]), "fields": fields, SOURCE: int(each["group"])})
+        self._holds -= set(answer["drop"])
+        return _Plan(begin, self.newer(version), bool(answer["done"]))
+
+    def close(self) -> None:
+        with suppress(Unreachable, StepError):
+            self._link.ask("/leave", {"node": self.node})
+        self._link.close()
+        self._relay.close()
+
+    def _patiently(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
+        """A trainer that starts anew does not answer for a while."""
+        end = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._link.ask(path, message)
+            except Unreachable as error:
+                if time.monotonic() > end:
+                    raise StepError(
+                        f"rollout worker: the trainer has not answered {path} for {self._timeout_s:.0f} s: {error}. Look "
+                        "whether it lives, and at its address."
+                    ) from error
+                time.sleep(1.0)
+
+
+def work(
+    mesh: Mesh,
+    address: str,
+    folder: str | os.PathLike[str],
+    *,
+    secret: str,
+    build: Callable[[Path, Mapping[str, Any]], Run],
+    upstreams: tuple[str, ...] = (),
+    tokens: int = 8,
+    sequences: int | None = None,
+    timeout_s: float = 600.0,
+    report: Callable[[str], object] = print,
+) -> int:
+    """Write rollouts for the trainer at `address` until its run is over; returns how many groups of this job it took.
+
+    Every rank of the mesh, which is all of this job, calls it. folder: for weights, on a disk that all its ranks see.
+    build: the run of a published folder, on the mesh, by the trainer's settings, without values. upstreams: relays that are
+    asked for weights before the trainer. tokens: of each answer between two looks at what the trainer has. sequences: that
+    a data rank writes at the same time. timeout_s: how long a trainer may not answer, as while it starts anew. report: gets
+    lines, on the first rank.
+    Wire: of the first rank, HTTP with the trainer; between ranks that of `Generation`, and two values of the host a look.
+    Raises: StepError for a trainer that does not answer, and one that refuses what is sent.
+    """
+    is_first, host = mesh.rank == 0, mesh.host
+    with ExitStack() as stack:
+        desk = None
+        if is_first:
+            desk = Desk(address, Path(folder), secret=secret, upstreams=upstreams, timeout_s=timeout_s)
+            stack.callback(desk.close)
+        settings, version, path = host.broadcast(
+            (desk.settings, *desk.first_weights()) if desk is not None else ({}, 0, Path())
+        )
+        run = build(path, settings)
+        load_pretrained(run.model, path)
+        writer = _writer(run, path, settings, tokens, sequences)
+        if version:
+            writer.take_weights(version)
+        if desk is not None:
+            report(f"{desk.node} writes with weights of version {version}")
+        taken = 0
+        while True:
+            whole = writer.advance() if writer.busy else []
+            told = host.gather((mesh.data_rank, writer.room, whole))
+            plan = None
+            if desk is not None:
+                assert told is not None
+                by_rank = {data_rank: (room, made) for data_rank, room, made in reversed(told)}
+                taken += sum(desk.give(made) for _, groups in by_rank.values() for made in groups)
+                plan = desk.ask(version, [by_rank[rank][0] for rank in sorted(by_rank)])
+            plan = host.broadcast(plan)
+            assert plan is not None
+            if plan.done:
+                break
+            if plan.weights is not None:
+                version, path = plan.weights
+                load_pretrained(run.model, path)
+                writer.take_weights(version)
+            if any(plan.begin):  # on every rank, as ranks agree on what they begin
+                writer.begin(plan.begin[mesh.data_rank])
+            elif not writer.busy:
+                time.sleep(IDLE_S)
+        if desk is not None:
+            report(f"{desk.node}: the run is over; {taken} groups of this job were taken")
+        return taken
+
+
+def _writer(run: Run, folder: Path, settings: Mapping[str, Any], tokens: int, sequences: int | None) -> StreamWriter:
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings["sampling"].items()
+    }
+    call = generation_call(
+        run,
+        load_tokenizer(folder),
+        on="worker",
+        sampling=Sampling(**given),
+        samples=settings["samples"],
+        seed=settings["seed"],
+        tokens=tokens,
+        cache=None if sequences is None else CachePolicy(max_sequences=sequences),
+    )
+    assert call.writer is not None
+    return call.writer

@@ -1,0 +1,313 @@
+"""Workers of other jobs write what the trainer's own weights would have, whoever of them is lost; what cannot be is refused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshkit as mk
+from meshkit.algos.dataflow import PROMPTED, Buffer, Call, Groups, Sample
+from meshkit.algos.rollout import Sampling
+from meshkit.algos.workers import GIVES, RolloutServer, WorkerFlow, WorkerPolicy, prompt_of, read_answers, work
+from meshkit.algos.workers._wire import SIGNATURE, signature
+from meshkit.algos.workers.command import build_published
+from meshkit.data import REFERENCE_ALPHABET, character_tokenizer
+from meshkit.errors import PlanError
+from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
+from tests.world import pool
+
+TOKENIZER = character_tokenizer(REFERENCE_ALPHABET)
+CONFIG = LlamaConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+SAMPLING = Sampling(max_new_tokens=7, stop_ids=(TOKENIZER.eos_id,))
+SAMPLES, SEED, STEPS, SECRET = 2, 5, 5, "hush"
+GROWTH = 1.02  # of all weights in a step
+TOL_FP32 = 2e-5  # of log-probabilities: a decode step and a whole row add in other orders
+
+
+def source(iteration: int) -> list[Sample]:
+    """Uneven, and one iteration without any."""
+    keys = range(10 * iteration, 10 * iteration + (3, 5, 0, 4, 1)[iteration % 5])
+    return [{"key": key, "fields": {"prompt": f"{key}+{key}="}} for key in keys]
+
+
+def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, **changes: Any) -> WorkerFlow:
+    policy = {"port": 0, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0, "gives": GIVES, "shard_bytes": 8192}
+    told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
+    options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED} | changes
+    return WorkerFlow(
+        {"actor": mesh},
+        calls,
+        WorkerPolicy(**policy, settings=told),
+        publish=lambda folder: run and run.export(folder, TOKENIZER),
+        first=partial(prompt_of, tokenizer=TOKENIZER),
+        read=partial(read_answers, tokenizer=TOKENIZER, sampling=SAMPLING, samples=SAMPLES),
+        timeout=timedelta(seconds=60),
+        **options,
+    )
+
+
+def trained_by(trainers: tuple[str, range], workers: tuple[str, range], folder: str) -> Any:
+    """What each step learnt on this data rank; None on workers."""
+    meshes = {name: mk.init_mesh(spec, ranks=ranks) for name, (spec, ranks) in (("actor", trainers), ("w", workers))}
+    mesh, learnt, run = meshes["actor"], list[list[dict[str, Any]]](), None
+    if mesh.here:
+        run = mk.parallelize(Llama(CONFIG), mesh, plan=LLAMA_PLAN)
+        mk.init_weights(run.model, seed=0, plan=run.plan)
+
+    def learn(samples: list[Sample]) -> None:
+        assert run is not None
+        learnt.append([{name: sample[name] for name in ("key", *GIVES)} for sample in samples])
+        with torch.no_grad():
+            for param in run.model.parameters():
+                param.mul_(GROWTH)
+
+    call = Call(name="learn", on="actor", function=learn, needs=(*PROMPTED, *GIVES), stage="train")
+    flow = flow_on(mesh, [call], run)
+    port = [flow.port]
+    dist.broadcast_object_list(port, src=0)
+    if mesh.here:
+        for _ in range(STEPS):
+            flow.step()
+        return learnt
+    work(
+        meshes["w"],
+        f"http://127.0.0.1:{port[0]}",
+        Path(folder),
+        secret=SECRET,
+        build=partial(build_published, meshes["w"]),
+        tokens=2,
+        timeout_s=60,
+        report=lambda line: None,
+    )
+    return None
+
+
+def log_probs_of(version: int, prompt_ids: np.ndarray, ids: np.ndarray) -> torch.Tensor:
+    """Of one device, by the weights after so many steps."""
+    model = Llama(CONFIG)
+    run = mk.parallelize(model, mk.init_mesh("", ranks=[dist.get_rank()]), plan=LLAMA_PLAN)
+    mk.init_weights(run.model, seed=0, plan=run.plan)
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.mul_(GROWTH**version)
+        row = torch.from_numpy(np.concatenate([prompt_ids, ids]))[None]
+        logits = run.model(row[:, :-1])
+        chosen = logits.log_softmax(-1).gather(-1, row[:, 1:, None])[0, :, 0]
+    return chosen[len(prompt_ids) - 1 :]
+
+
+def differences(steps: list[list[dict[str, Any]]]) -> list[float]:
+    """Of each answer: how far its log-probabilities are from those of the weights that it says wrote each token."""
+    found = []
+    for rows in steps:
+        for row in rows:
+            expected = torch.zeros(len(row["ids"]))
+            for version in set(row["versions"].tolist()):
+                of_version = torch.from_numpy(row["versions"] == version)
+                expected[of_version] = log_probs_of(version, row["prompt_ids"], row["ids"])[of_version]
+            found.append(float((torch.from_numpy(row["log_probs"]) - expected).abs().max()))
+    return found
+
+
+def steps_of(results: list[Any]) -> list[list[dict[str, Any]]]:
+    """Of all data ranks, of which the trainers here have one rank each."""
+    parts = [result for result in results if result is not None]
+    return [[row for part in parts for row in part[step]] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "workers"),
+    [(("dp_shard=2", range(2)), ("", range(2, 3))), (("", range(1)), ("tp=2", range(1, 3)))],
+    ids=["two trainers", "a worker of two ranks"],
+)
+def test_each_answer_is_learnt_once_with_the_log_probs_of_the_weights_that_wrote_it(
+    trainers: tuple[str, range], workers: tuple[str, range], tmp_path: Path
+) -> None:
+    steps = steps_of(pool(3).run(trained_by, trainers, workers, str(tmp_path)))
+    rows = [row for step in steps for row in step]
+    assert sorted(row["key"] for row in rows) == sorted(
+        each["key"] for step in range(STEPS) for each in source(step) for _ in range(SAMPLES)
+    )
+    for number, step in enumerate(steps):
+        assert len(step) == SAMPLES * len(source(number))
+        for row in step:
+            versions = row["versions"].tolist()
+            assert versions == sorted(versions) and number - 2 <= versions[0] and versions[-1] <= number
+            assert row["text"] == TOKENIZER.decode([id for id in row["ids"].tolist() if id != TOKENIZER.eos_id])
+    assert len({version for row in rows for version in row["versions"].tolist()}) > 1  # new weights came
+    (worst,) = pool(1).run(differences, steps)
+    assert len(worst) == len(rows) and max(worst) <= TOL_FP32
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def served() -> RolloutServer:
+    """Weights of version 2 are out, and all iterations may be begun."""
+    buffer = Buffer(Groups(lambda iteration: 3, 4), 9)
+
+    def first(group: int) -> Sample:
+        return {"key": 7 + group, "fields": {"prompt": "1+2="}, "source": group}
+
+    server = RolloutServer(
+        buffer,
+        host="127.0.0.1",
+        port=0,
+        secret=SECRET,
+        lease_s=60.0,
+        settings={"seed": 1},
+        first=lambda group: prompt_of(first(group), TOKENIZER),
+        read=lambda group, answers: read_answers(
+            first(group), answers, tokenizer=TOKENIZER, sampling=SAMPLING, samples=SAMPLES
+        ),
+    )
+    server.newest = 2
+    return server
+
+
+def sent(server: RolloutServer, path: str, body: bytes, *, secret: str = SECRET, **headers: str) -> tuple[int, str]:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        connection.putrequest("POST", path)
+        given = {"Content-Length": str(len(body)), SIGNATURE: signature(secret, path, body), **headers}
+        for name, value in given.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        connection.send(body)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def asked(server: RolloutServer, path: str, message: Mapping[str, Any]) -> tuple[int, Any]:
+    status, text = sent(server, path, json.dumps(message).encode())
+    return status, json.loads(text) if status == 200 else text
+
+
+STOP = TOKENIZER.eos_id
+GOOD = {"ids": [4, 5, STOP], "log_probs": [-1.0, -0.5, 0.0], "versions": [1, 1, 2]}
+LONG = {"ids": [4] * 7, "log_probs": [-1.0] * 7, "versions": [1] * 7}
+ODD = {
+    "an id that is not there": ({**GOOD, "ids": [4, 10**6, STOP]}, "has the id 1000000, and there are"),
+    "a negative id": ({**GOOD, "ids": [-1, 5, STOP]}, "has the id -1"),
+    "no end": ({**GOOD, "ids": [4, 5, 6]}, "ends before or after its end"),
+    "after its end": ({**GOOD, "ids": [4, STOP, STOP]}, "ends before or after its end"),
+    "too long": ({name: [*value, value[0]] for name, value in LONG.items()}, "ends before or after its end"),
+    "nothing": ({"ids": [], "log_probs": [], "versions": []}, "can be"),
+    "a probability above 1": ({**GOOD, "log_probs": [-1.0, 0.1, 0.0]}, "has the log-probability 0.1"),
+    "nan": ({**GOOD, "log_probs": [-1.0, float("nan"), 0.0]}, "has the log-probability nan"),
+    "uneven": ({**GOOD, "log_probs": [-1.0]}, "has 3 ids, 1 log_probs and 3 versions"),
+    "weights that are not out": ({**GOOD, "versions": [1, 2, 3]}, "where 1 to 2 can be"),
+    "weights that are too old": ({**GOOD, "versions": [0, 1, 1]}, "where 1 to 2 can be"),
+    "weights that go back": ({**GOOD, "versions": [2, 1, 2]}, "none is followed by an older one"),
+    "texts": ({**GOOD, "ids": ["a", "b", "c"]}, "invalid literal for int"),
+    "no list": (7, "not subscriptable"),
+    "other names": ({"tokens": [4]}, "there is no 'versions'"),
+}
+
+
+def test_what_a_worker_cannot_have_written_is_refused_and_written_by_another() -> None:
+    server = served()
+    try:
+        status, given = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": []})
+        assert status == 200 and [each["group"] for each in given["groups"]] == [0, 1] and not given["done"]
+        assert given["groups"][0] == {"group": 0, "key": 7, "prompt_ids": [TOKENIZER.bos_id, *TOKENIZER.encode("1+2=")]}
+        for what, (answer, match) in ODD.items():
+            status, text = asked(server, "/rollouts", {"node": "a", "group": 0, "answers": [GOOD, answer]})
+            assert status == 400 and match in text, (what, status, text)
+            # Others get it, and what the node had beside it.
+            status, again = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": []})
+            assert [each["group"] for each in again["groups"]] == [0, 1], what
+        assert len(server.refused) == 10 and "a: group 0: " in server.refused[0]
+        status, text = asked(server, "/rollouts", {"node": "a", "group": 0, "answers": [GOOD]})
+        assert status == 400 and "1 answers came, and 2 were asked for" in text
+        assert asked(server, "/rollouts", {"node": "a", "group": 5, "answers": [GOOD, LONG]}) == (200, {"taken": False})
+        asked(server, "/work", {"node": "b", "version": 1, "room": 1, "holds": []})
+        assert asked(server, "/rollouts", {"node": "b", "group": 0, "answers": [GOOD, LONG]}) == (200, {"taken": True})
+        assert asked(server, "/rollouts", {"node": "a", "group": 0, "answers": [GOOD, LONG]}) == (200, {"taken": False})
+        ((group, samples),) = server.arrived()
+        assert group == 0 and [sample["truncated"] for sample in samples] == [False, True]
+        assert [sample["text"] for sample in samples] == [TOKENIZER.decode([4, 5]), TOKENIZER.decode([4] * 7)]
+        assert server.workers() == ["a", "b"]
+    finally:
+        server.close()
+
+
+def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> None:
+    server = served()
+    message = json.dumps({"node": "a", "version": 1, "room": 2, "holds": []}).encode()
+    try:
+        assert sent(server, "/work", message, secret="else") == (
+            403,
+            "the message is not signed by the secret that the trainer has",
+        )
+        # A signature is of one path.
+        assert sent(server, "/leave", message, **{SIGNATURE: signature(SECRET, "/work", message)})[0] == 403
+        for body, match in (
+            (b"", "Expecting value"),
+            (b"\xff", "utf-8"),
+            (b"[" * 10**5, "recursion"),
+            (b"{}", "there is no 'node'"),
+            (b'{"node": "a", "version": "x", "room": 1, "holds": []}', "invalid literal"),
+            (b'{"node": "a", "version": 1, "room": 1e999, "holds": []}', "infinity"),
+        ):
+            status, text = sent(server, "/work", body)
+            assert status == 400 and match in text, (body[:40], status, text)
+        assert sent(server, "/elsewhere", message)[0] == 400
+        assert sent(server, "/work", b"", **{"Content-Length": str(10**12)})[0] == 413
+        assert sent(server, "/work", b"", **{"Content-Length": "many"})[0] == 411
+        # Weights that are not out, or a room that is none, begin nothing; and the server lives.
+        for change in ({"version": 3}, {"version": -1}, {"room": -5}):
+            _, given = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": [], **change})
+            assert given["groups"] == []
+        assert asked(server, "/join", {}) == (200, {"seed": 1})
+    finally:
+        server.close()
+
+
+def refusals() -> list[str]:
+    mesh, found = mk.init_mesh(), []
+    calls = [Call(name="learn", on="actor", function=lambda samples: None, needs=PROMPTED, stage="train")]
+    policy: dict[str, Any] = {"port": 0, "secret": SECRET, "settings": {}, "gives": GIVES}
+    given: dict[str, Any] = {"source": source, "fields": PROMPTED, "total": 3, "staleness": 1, "publish": print}
+    given |= {"first": print, "read": print, "calls": calls, "policy": {}}
+    for change in (
+        {"staleness": 0},
+        {"policy": {"secret": ""}},
+        {"policy": {"lease_s": 0}},
+        {"policy": {"port": 65_535}},
+        {"calls": [*calls, Call(name="else", on="sampler", function=print, stage="train")]},
+    ):
+        options = given | change
+        try:
+            served = WorkerPolicy(**policy | options.pop("policy"))
+            WorkerFlow({"actor": mesh, "sampler": mesh}, options.pop("calls"), served, **options)
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_flow_that_cannot_be_is_refused() -> None:
+    (found,) = pool(1).run(refusals)
+    matches = ("Use at least 1", "by a secret, which is empty", "lease_s=0", "65535", "calls are on actor, sampler")
+    assert len(found) == len(matches)
+    for text, match in zip(found, matches, strict=True):
+        assert match in text and "\n" not in text, text
