@@ -139,7 +139,7 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     if rules is not None and rules.dynamic and apart:
         raise PlanError(
             "dynamic sampling (DAPO) asks again within a step, for which all models must be on the learners' mesh. Leave "
-            "--sampler-mesh and --reference-mesh out, or choose another --preset."
+            "--sampler-mesh, --reference-mesh and --worker-port out, or choose another --preset."
         )
     if config.engine == "vllm":
         VllmEngine.refuse_absence()  # before a model is trained to begin with
@@ -158,8 +158,8 @@ def policy_tasks(config: Config, rules: RolloutRules | None = None) -> tuple[Con
     )
     if tasks.environment and apart:
         raise PlanError(
-            "episodes in an environment are played and judged on the learners' mesh. Leave --sampler-mesh and "
-            "--reference-mesh out."
+            "episodes in an environment are played and judged on the learners' mesh. Leave --sampler-mesh, --reference-mesh "
+            "and --worker-port out."
         )
     if tasks.environment and rules is not None and rules.overlong:
         raise PlanError(
@@ -329,6 +329,7 @@ def _worker_flow(
         port=config.worker_port,
         secret=read_secret(config.worker_secret, verb="--worker-secret"),
         lease_s=config.worker_lease,
+        tokens=config.samples * sampling.max_new_tokens,
         settings=told,
         gives=GIVES,
     )

@@ -27,6 +27,7 @@ ALSO = (
     "meshkit.algos.sft",
     "meshkit.algos.reallocate",
     "meshkit.algos.shardcast",
+    "meshkit.algos.workers",
     "meshkit.algos.distill",
     "meshkit.algos.trpo",
     "meshkit.algos.dataflow",

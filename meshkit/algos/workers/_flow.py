@@ -9,6 +9,7 @@ import itertools
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class WorkerPolicy:
 
     port: of the server of groups; weights are at the next one. 0 takes free ones. host: the address to serve at; "" is all of
     this machine's. secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of
-    weights. settings: what else a worker learns when it joins. gives: the fields that it makes.
+    weights. tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: the fields
+    that it makes.
     Raises: PlanError for a port or seconds out of range, and an empty secret.
     """
 
@@ -50,6 +52,7 @@ class WorkerPolicy:
     host: str = ""
     lease_s: float = 30.0
     shard_bytes: int = 64 * 2**20
+    tokens: int
     settings: Mapping[str, Any]
     gives: Sequence[str]
 
@@ -139,6 +142,7 @@ class WorkerFlow:
             port=policy.port,
             secret=policy.secret,
             lease_s=policy.lease_s,
+            tokens=policy.tokens,
             settings={**policy.settings, "weights_port": self._origin.port},
             first=lambda group: first(self._sample(group)),
             read=self._reads(read),
@@ -239,6 +243,8 @@ class WorkerFlow:
             self._mail.put(f"group/{group}", samples)
             self._buffer.ready.add(group)
         self._server.leases.expire()
+        for refusal in self._server.refusals():
+            warnings.warn(f"rollouts of worker {refusal} Another one writes them.", stacklevel=2)
 
     def _forget(self) -> None:
         """First samples of groups that all were taken."""

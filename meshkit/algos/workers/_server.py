@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from meshkit.algos.dataflow import Buffer, Sample
 from meshkit.algos.workers._leases import Leases
-from meshkit.algos.workers._wire import MOST_BYTES, SIGNATURE, UNREADABLE, signature
+from meshkit.algos.workers._wire import SIGNATURE, UNREADABLE, signature
 from meshkit.errors import DataError, PlanError
 
 # [Note: what a worker is believed]
@@ -21,6 +22,15 @@ from meshkit.errors import DataError, PlanError
 # the weights that wrote each, and nothing else: prompts, texts and where an answer ends are the trainer's own, made of the
 # ids. What does not fit (ids that do not exist, an answer that goes on after its end, weights that are not out yet or too
 # old) is refused, and the group is free again.
+
+# [Note: lives of a trainer]
+# A trainer that starts anew from a checkpoint counts versions again from there, with other weights than those that came
+# after the checkpoint before. So each server has a life of its own, drawn at random, and a worker that names another one is
+# told to join again: it forgets what it has.
+
+BYTES_OF_A_MESSAGE = 2**18  # beside answers
+BYTES_OF_A_TOKEN = 64  # its id, log-probability and version, as texts
+KEPT_REFUSALS = 10
 
 Read = Callable[[int, Sequence[Mapping[str, Any]]], list[Sample]]
 """(group, answers of a worker) -> its samples. Raises: DataError for what cannot be."""
@@ -36,7 +46,8 @@ class _Node:
 class RolloutServer:
     """Serves `POST /join`, `/work`, `/rollouts` and `/leave` to workers that know the secret, until it is closed.
 
-    settings: what a worker learns when it joins. first(group): what it gets of a group's first sample. read: see `Read`.
+    tokens: of all answers to a prompt, the most; longer messages are not read. settings: what a worker learns when it joins.
+    first(group): what it gets of a group's first sample. read: see `Read`.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class RolloutServer:
         port: int,
         secret: str,
         lease_s: float,
+        tokens: int,
         settings: Mapping[str, Any],
         first: Callable[[int], Mapping[str, Any]],
         read: Read,
@@ -55,9 +67,11 @@ class RolloutServer:
         """around each look at the leases and the buffer"""
         self.leases = Leases(buffer, lease_s, time.monotonic)
         self.newest, self.done = -1, False
-        self.refused: list[str] = []
-        """what workers said that could not be, the last ones"""
-        self._settings, self._first, self._read_answers, self._secret = dict(settings), first, read, secret
+        self.life = secrets.token_hex(8)
+        self._settings, self._first = {**settings, "life": self.life}, first
+        self._read_answers, self._secret = read, secret
+        self.most_bytes = BYTES_OF_A_MESSAGE + BYTES_OF_A_TOKEN * tokens
+        self._refused: list[str] = []
         self._arrived: list[tuple[int, list[Sample]]] = []
         self._nodes: dict[str, _Node] = {}
         handler = type("Handler", (_Handler,), {"owner": self})
@@ -76,6 +90,12 @@ class RolloutServer:
         """(group, its samples) of those that came since the last call."""
         with self.lock:
             found, self._arrived = self._arrived, []
+        return found
+
+    def refusals(self) -> list[str]:
+        """What workers said that could not be, since the last call; the last ten."""
+        with self.lock:
+            found, self._refused = self._refused, []
         return found
 
     def workers(self) -> list[str]:
@@ -108,8 +128,11 @@ class RolloutServer:
     def answer(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises: KeyError for a path that there is not; DataError and what `UNREADABLE` has for odd messages."""
         answers = {"/join": self._join, "/work": self._work, "/rollouts": self._rollouts, "/leave": self._leave}
+        function = answers[path]
+        if path != "/join" and message["life"] != self.life:
+            return {"rejoin": True}
         with self.lock:
-            return answers[path](message)
+            return function(message)
 
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._settings
@@ -137,7 +160,7 @@ class RolloutServer:
                 self._refuse_versions(group, [int(each) for each in answer["versions"]])
             samples = self._read_answers(group, answers)
         except (DataError, *UNREADABLE) as error:
-            self.refused = [*self.refused[-9:], f"{message['node']!s:.80}: group {group}: {error}"]
+            self._refused = [*self._refused[1 - KEPT_REFUSALS :], f"{message['node']!s:.80}: group {group}: {error}"]
             self.leases.renew(str(message["node"]), [])  # its groups are free
             raise
         self.leases.finish(group)
@@ -168,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             size = int(self.headers.get("Content-Length", ""))
         except ValueError:
             return self._end(411, b"how many bytes the message has is not said")
-        if not 0 <= size <= MOST_BYTES:
+        if not 0 <= size <= self.owner.most_bytes:  # before it is known who sends it
             return self._end(413, b"the message is too large")
         body = self.rfile.read(size)
         if not self.owner.is_signed(self.path, body, self.headers.get(SIGNATURE, "")):

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from meshkit.errors import PlanError, StepError
 
 SIGNATURE = "X-Meshkit-Signature"
-MOST_BYTES = 256 * 2**20  # of a message: a group of a thousand answers of ten thousand tokens
 UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 """what reading JSON of others may raise"""
 

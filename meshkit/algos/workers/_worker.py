@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ SENT = ("ids", "log_probs", "versions")
 
 @dataclass
 class _Plan:
-    """What the first rank learned, for all: groups to begin by data rank, weights to take, and whether the run is over."""
+    """What the first rank learned, for all: groups to begin by data rank, weights to take, whether the run is over."""
 
     begin: list[list[Sample]]
     weights: tuple[int, Path] | None = None
     done: bool = False
-    dropped: list[int] = field(default_factory=list)
+    rejoin: bool = False
+
+
+class Rejoin(Exception):
+    """The trainer has started anew. See [Note: lives of a trainer]."""
 
 
 class Desk:
@@ -46,9 +50,10 @@ class Desk:
         self._link, self._timeout_s = Link(address, secret=secret, timeout_s=30.0), timeout_s
         self.node, self._holds = node_name(os.getpid()), set[int]()
         self.settings = self._patiently("/join", {})
+        self._said = {"node": self.node, "life": str(self.settings["life"])}
         origin = f"http://{self._link.host}:{int(self.settings['weights_port'])}"
-        # Three versions: one is read while the next two come.
-        self._relay = Relay([*upstreams, origin], folder, secret=secret, poll_s=0.5, keep=3)
+        # Three versions: one is read while the next two come. Those of another life are others.
+        self._relay = Relay([*upstreams, origin], folder / self._said["life"], secret=secret, poll_s=0.5, keep=3)
 
     def first_weights(self) -> tuple[int, Path]:
         return self._relay.wait(timeout_s=self._timeout_s)
@@ -63,18 +68,12 @@ class Desk:
         group = made[0][SOURCE]
         self._holds.discard(group)
         answers = [{name: sample[name].tolist() for name in SENT} for sample in made]
-        message = {"node": self.node, "group": group, "answers": answers}
-        return bool(self._patiently("/rollouts", message)["taken"])
+        return bool(self._patiently("/rollouts", {**self._said, "group": group, "answers": answers})["taken"])
 
     def ask(self, version: int, rooms: list[int]) -> _Plan:
         """Groups for data ranks that have so much room: one after the other to the one with most."""
-        message = {
-            "node": self.node,
-            "version": version,
-            "room": sum(max(room, 0) for room in rooms),
-            "holds": sorted(self._holds),
-        }
-        answer = self._patiently("/work", message)
+        asked = {"version": version, "room": sum(max(room, 0) for room in rooms), "holds": sorted(self._holds)}
+        answer = self._patiently("/work", {**self._said, **asked})
         begin: list[list[Sample]] = [[] for _ in rooms]
         left = list(rooms)
         for each in answer["groups"]:
@@ -88,16 +87,19 @@ class Desk:
 
     def close(self) -> None:
         with suppress(Unreachable, StepError):
-            self._link.ask("/leave", {"node": self.node})
+            self._link.ask("/leave", self._said)
         self._link.close()
         self._relay.close()
 
     def _patiently(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
-        """A trainer that starts anew does not answer for a while."""
+        """A trainer that starts anew does not answer for a while. Raises: Rejoin."""
         end = time.monotonic() + self._timeout_s
         while True:
             try:
-                return self._link.ask(path, message)
+                answer = self._link.ask(path, message)
+                if "rejoin" in answer:
+                    raise Rejoin
+                return answer
             except Unreachable as error:
                 if time.monotonic() > end:
                     raise StepError(
@@ -130,47 +132,58 @@ def work(
     Wire: of the first rank, HTTP with the trainer; between ranks that of `Generation`, and two values of the host a look.
     Raises: StepError for a trainer that does not answer, and one that refuses what is sent.
     """
-    is_first, host = mesh.rank == 0, mesh.host
-    with ExitStack() as stack:
-        desk = None
-        if is_first:
-            desk = Desk(address, Path(folder), secret=secret, upstreams=upstreams, timeout_s=timeout_s)
-            stack.callback(desk.close)
-        settings, version, path = host.broadcast(
-            (desk.settings, *desk.first_weights()) if desk is not None else ({}, 0, Path())
-        )
-        run = build(path, settings)
-        load_pretrained(run.model, path)
-        writer = _writer(run, path, settings, tokens, sequences)
-        if version:
-            writer.take_weights(version)
-        if desk is not None:
-            report(f"{desk.node} writes with weights of version {version}")
-        taken = 0
-        while True:
-            whole = writer.advance() if writer.busy else []
-            told = host.gather((mesh.data_rank, writer.room, whole))
-            plan = None
+    taken, over = 0, False
+    while not over:
+        with ExitStack() as stack:
+            desk = None
+            if mesh.rank == 0:
+                desk = Desk(address, Path(folder), secret=secret, upstreams=upstreams, timeout_s=timeout_s)
+                stack.callback(desk.close)
+            joined = mesh.host.broadcast(None if desk is None else (desk.settings, *desk.first_weights()))
+            assert joined is not None
+            settings, version, path = joined
+            run = build(path, settings)
+            load_pretrained(run.model, path)
+            writer = _writer(run, path, settings, tokens, sequences)
+            if version:
+                writer.take_weights(version)
             if desk is not None:
-                assert told is not None
-                by_rank = {data_rank: (room, made) for data_rank, room, made in reversed(told)}
+                report(f"{desk.node} writes with weights of version {version}")
+            of_life, over = _write(mesh, desk, run, writer, version)
+            taken += of_life
+            if desk is not None:
+                why = "the run is over" if over else "the trainer has started anew"
+                report(f"{desk.node}: {why}; {taken} groups of this job were taken")
+    return taken
+
+
+def _write(mesh: Mesh, desk: Desk | None, run: Run, writer: StreamWriter, version: int) -> tuple[int, bool]:
+    """(how many groups were taken, whether the run is over); not if the trainer has started anew."""
+    taken = 0
+    while True:
+        whole = writer.advance() if writer.busy else []
+        told = mesh.host.gather((mesh.data_rank, writer.room, whole))
+        plan = None
+        if desk is not None:
+            assert told is not None
+            by_rank = {data_rank: (room, made) for data_rank, room, made in reversed(told)}
+            try:
                 taken += sum(desk.give(made) for _, groups in by_rank.values() for made in groups)
                 plan = desk.ask(version, [by_rank[rank][0] for rank in sorted(by_rank)])
-            plan = host.broadcast(plan)
-            assert plan is not None
-            if plan.done:
-                break
-            if plan.weights is not None:
-                version, path = plan.weights
-                load_pretrained(run.model, path)
-                writer.take_weights(version)
-            if any(plan.begin):  # on every rank, as ranks agree on what they begin
-                writer.begin(plan.begin[mesh.data_rank])
-            elif not writer.busy:
-                time.sleep(IDLE_S)
-        if desk is not None:
-            report(f"{desk.node}: the run is over; {taken} groups of this job were taken")
-        return taken
+            except Rejoin:
+                plan = _Plan([], rejoin=True)
+        plan = mesh.host.broadcast(plan)
+        assert plan is not None
+        if plan.done or plan.rejoin:
+            return taken, plan.done
+        if plan.weights is not None:
+            version, path = plan.weights
+            load_pretrained(run.model, path)
+            writer.take_weights(version)
+        if any(plan.begin):  # on every rank, as ranks agree on what they begin
+            writer.begin(plan.begin[mesh.data_rank])
+        elif not writer.busy:
+            time.sleep(IDLE_S)
 
 
 def _writer(run: Run, folder: Path, settings: Mapping[str, Any], tokens: int, sequences: int | None) -> StreamWriter:

@@ -51,7 +51,15 @@ def source(iteration: int) -> list[Sample]:
 
 
 def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, **changes: Any) -> WorkerFlow:
-    policy = {"port": 0, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0, "gives": GIVES, "shard_bytes": 8192}
+    policy = {
+        "port": 0,
+        "host": "127.0.0.1",
+        "secret": SECRET,
+        "lease_s": 3.0,
+        "gives": GIVES,
+        "shard_bytes": 8192,
+        "tokens": 14,
+    }
     told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
     options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED} | changes
     return WorkerFlow(
@@ -175,6 +183,7 @@ def served() -> RolloutServer:
         port=0,
         secret=SECRET,
         lease_s=60.0,
+        tokens=SAMPLES * SAMPLING.max_new_tokens,
         settings={"seed": 1},
         first=lambda group: prompt_of(first(group), TOKENIZER),
         read=lambda group, answers: read_answers(
@@ -198,7 +207,7 @@ def sent(server: RolloutServer, path: str, body: bytes, *, secret: str = SECRET,
 
 
 def asked(server: RolloutServer, path: str, message: Mapping[str, Any]) -> tuple[int, Any]:
-    status, text = sent(server, path, json.dumps(message).encode())
+    status, text = sent(server, path, json.dumps({"life": server.life, **message}).encode())
     return status, json.loads(text) if status == 200 else text
 
 
@@ -236,7 +245,8 @@ def test_what_a_worker_cannot_have_written_is_refused_and_written_by_another() -
             # Others get it, and what the node had beside it.
             status, again = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": []})
             assert [each["group"] for each in again["groups"]] == [0, 1], what
-        assert len(server.refused) == 10 and "a: group 0: " in server.refused[0]
+        refusals = server.refusals()
+        assert len(refusals) == 10 and "a: group 0: " in refusals[0] and server.refusals() == []
         status, text = asked(server, "/rollouts", {"node": "a", "group": 0, "answers": [GOOD]})
         assert status == 400 and "1 answers came, and 2 were asked for" in text
         assert asked(server, "/rollouts", {"node": "a", "group": 5, "answers": [GOOD, LONG]}) == (200, {"taken": False})
@@ -253,7 +263,8 @@ def test_what_a_worker_cannot_have_written_is_refused_and_written_by_another() -
 
 def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> None:
     server = served()
-    message = json.dumps({"node": "a", "version": 1, "room": 2, "holds": []}).encode()
+    asked_for = {"node": "a", "version": 1, "room": 2, "holds": [], "life": server.life}
+    message = json.dumps(asked_for).encode()
     try:
         assert sent(server, "/work", message, secret="else") == (
             403,
@@ -265,20 +276,23 @@ def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> Non
             (b"", "Expecting value"),
             (b"\xff", "utf-8"),
             (b"[" * 10**5, "recursion"),
-            (b"{}", "there is no 'node'"),
-            (b'{"node": "a", "version": "x", "room": 1, "holds": []}', "invalid literal"),
-            (b'{"node": "a", "version": 1, "room": 1e999, "holds": []}', "infinity"),
+            (b"[]", "list indices"),
+            (b"{}", "there is no 'life'"),
+            (json.dumps({"life": server.life}).encode(), "there is no 'node'"),
+            (json.dumps({**asked_for, "version": "x"}).encode(), "invalid literal"),
+            (json.dumps({**asked_for, "room": 1e999}).encode(), "infinity"),
         ):
             status, text = sent(server, "/work", body)
             assert status == 400 and match in text, (body[:40], status, text)
         assert sent(server, "/elsewhere", message)[0] == 400
-        assert sent(server, "/work", b"", **{"Content-Length": str(10**12)})[0] == 413
+        assert sent(server, "/work", b"", **{"Content-Length": str(2**19)})[0] == 413
         assert sent(server, "/work", b"", **{"Content-Length": "many"})[0] == 411
         # Weights that are not out, or a room that is none, begin nothing; and the server lives.
         for change in ({"version": 3}, {"version": -1}, {"room": -5}):
-            _, given = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": [], **change})
+            _, given = asked(server, "/work", {**asked_for, **change})
             assert given["groups"] == []
-        assert asked(server, "/join", {}) == (200, {"seed": 1})
+        assert asked(server, "/work", {**asked_for, "life": "before"}) == (200, {"rejoin": True})
+        assert asked(server, "/join", {}) == (200, {"seed": 1, "life": server.life})
     finally:
         server.close()
 
@@ -286,7 +300,7 @@ def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> Non
 def refusals() -> list[str]:
     mesh, found = mk.init_mesh(), []
     calls = [Call(name="learn", on="actor", function=lambda samples: None, needs=PROMPTED, stage="train")]
-    policy: dict[str, Any] = {"port": 0, "secret": SECRET, "settings": {}, "gives": GIVES}
+    policy: dict[str, Any] = {"port": 0, "secret": SECRET, "settings": {}, "gives": GIVES, "tokens": 9}
     given: dict[str, Any] = {"source": source, "fields": PROMPTED, "total": 3, "staleness": 1, "publish": print}
     given |= {"first": print, "read": print, "calls": calls, "policy": {}}
     for change in (

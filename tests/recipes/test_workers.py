@@ -1,0 +1,123 @@
+"""A recipe whose answers workers write: one is killed, the trainer stops and starts anew, and no rollout is learnt twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.launch import command_line, finish, read_losses, run, start_command
+
+RECIPE = "examples/grpo.py"
+
+
+def two_free_ports() -> int:
+    """The first of two that follow one another."""
+    while True:
+        with closing(socket.socket()) as one, closing(socket.socket()) as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return int(port)
+
+
+def flags(out: Path, port: int, **changes: object) -> list[str]:
+    chosen = {
+        "task": "reversal",
+        "out": out,
+        "sft-steps": 20,
+        "steps": 6,
+        "warmup-steps": 0,
+        "lr": 1e-4,
+        "prompts": 6,
+        "samples": 4,
+        "seq-len": 32,
+        "eval-every": 6,
+        "eval-prompts": 16,
+        "staleness": 2,
+        "correction": "tis",
+        "worker-port": port,
+        "worker-secret": out.parent / "secret",
+        "worker-lease": 4,
+    }
+    return command_line(chosen, **changes)
+
+
+def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_other(tmp_path: Path) -> None:
+    out, port = tmp_path / "run", two_free_ports()
+    (tmp_path / "secret").write_text("hush\n")
+    worker = [sys.executable, "-m", "meshkit", "rollout-worker", f"http://127.0.0.1:{port}", "--secret-file"]
+    workers = [start_command([*worker, str(tmp_path / "secret"), "--tokens", "1"]) for _ in range(2)]
+    killed = threading.Event()
+
+    def kill() -> None:
+        while 1 not in read_losses(out) and not killed.wait(0.02):
+            pass
+        os.kill(workers[0].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        status, output = run(1, RECIPE, *flags(out, port), timeout_s=200, stop=(out, 3))
+        assert status == 0 and "rollouts of workers, tokens at most 2 updates old." in output, output
+        status, output = run(2, RECIPE, *flags(out, port, mesh="dp_shard=2"), timeout_s=200)
+        assert status == 0 and re.search("resume from step [34]", output), output
+        status, said = finish(workers[1], timeout_s=60)
+        assert status == 0 and "the trainer has started anew" in said and "the run is over" in said, said
+    finally:
+        killed.set()
+        thread.join()
+        for process in workers:
+            process.kill()
+            process.communicate()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["answer_tokens"] > 0 for row in rows)
+    taken = re.findall(r"([0-9]+) groups of this job were taken", said)
+    assert int(taken[-1]) >= 6
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"worker-secret": None}, "needs a --worker-secret, a file with a text that workers know too"),
+        ({"staleness": 0, "correction": "none"}, "needs a --staleness of at least 1"),
+        ({"sampler-mesh": "tp=1"}, "has workers that write. Leave --stream and --sampler-mesh out"),
+        ({"kl": 0.1, "reference-mesh": "tp=1"}, "has one mesh that learns. Leave --reference-mesh"),
+        ({"worker-secret": "nowhere"}, "there is no file nowhere"),
+        ({"preset": "DAPO"}, "dynamic sampling (DAPO) asks again within a step"),
+    ],
+)
+def test_a_mistake_ends_with_its_text(tmp_path: Path, change: dict, match: str) -> None:
+    given = flags(tmp_path / "run", 0, **change)
+    if change.get("worker-secret", 0) is None:
+        at = given.index("--worker-secret")
+        del given[at : at + 2]
+    status, output = run(1, RECIPE, *given, timeout_s=100)
+    assert status and match in output, output
+
+
+def test_a_worker_without_a_trainer_says_so(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hush")
+    (tmp_path / "empty").write_text(" ")
+    worker = [sys.executable, "-m", "meshkit", "rollout-worker"]
+    for args, match in (
+        (["http://127.0.0.1:9", "--secret-file", "secret", "--patience", "1"], "has not answered /join for 1 s"),
+        (["trainer:8000", "--secret-file", "secret"], "'trainer:8000' is no address. Give one as http://trainer:8000"),
+        (["http://127.0.0.1:9", "--secret-file", "empty"], "it has no text"),
+        (["http://127.0.0.1:9", "--secret-file", "none"], "there is no file none"),
+    ):
+        given = [str(tmp_path / each) if each in ("secret", "empty") else each for each in args]
+        status, said = finish(start_command([*worker, *given]), timeout_s=60)
+        assert status != 0 and match in said and "Traceback" not in said, said
