@@ -42,7 +42,7 @@ class WorkerPolicy:
 
     port: of the server of groups; weights are at the next one. 0 takes free ones. host: the address to serve at; "" is all of
     this machine's. secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of
-    weights. tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: the fields
+    weights. tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: fields
     that it makes.
     Raises: PlanError for a port or seconds out of range, and an empty secret.
     """

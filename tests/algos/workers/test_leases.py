@@ -1,4 +1,4 @@
-"""Whoever is lost, late, or behind with its weights: each group is learnt once, from no token too old, and nobody is stuck."""
+"""Whoever is lost, late, or behind with its weights: each group is learnt once, no token is too old, and nobody is stuck."""
 
 from __future__ import annotations
 

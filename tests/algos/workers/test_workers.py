@@ -1,4 +1,4 @@
-"""Workers of other jobs write what the trainer's own weights would have, whoever of them is lost; what cannot be is refused."""
+"""Workers of other jobs write what the trainer's own weights would have written; what they cannot have written is refused."""
 
 from __future__ import annotations
 
