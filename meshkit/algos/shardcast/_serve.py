@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from meshkit.algos.shardcast._store import Store
 from meshkit.errors import CheckpointError
 
 WAIT_S = 5.0
 """how long a request waits for a shard that is on its way, before it is told to ask elsewhere"""
+
+
+class QuietServer(ThreadingHTTPServer):
+    """In threads that do not keep the process, and without a traceback for each connection that is lost."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class Server:
@@ -22,8 +34,7 @@ class Server:
     def __init__(self, store: Store, host: str, port: int) -> None:
         if not 0 <= port < 1 << 16:
             raise CheckpointError(f"shardcast: port={port}. Give one from 1 to 65535, or 0 for a free one.")
-        self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"store": store}))
-        self._server.daemon_threads = True
+        self._server = QuietServer((host, port), type("Handler", (_Handler,), {"store": store}))
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="shardcast server", daemon=True)
         self._thread.start()

@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from meshkit.algos.dataflow import Buffer, Sample
+from meshkit.algos.shardcast._serve import QuietServer
 from meshkit.algos.workers._leases import Leases
 from meshkit.algos.workers._wire import SIGNATURE, UNREADABLE, signature
 from meshkit.errors import DataError, PlanError
@@ -76,10 +77,9 @@ class RolloutServer:
         self._nodes: dict[str, _Node] = {}
         handler = type("Handler", (_Handler,), {"owner": self})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = QuietServer((host, port), handler)
         except OSError as error:
             raise PlanError(f"RolloutServer(port={port}): {error}. Choose another port.") from error
-        self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="rollout server", daemon=True)
         self._thread.start()
