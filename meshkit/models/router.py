@@ -19,6 +19,7 @@ from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
 from meshkit.moe.real_tokens import counted
+from meshkit.moe.replay import RouterPlace
 from meshkit.moe.routing import Routing, count_experts
 
 
@@ -72,6 +73,7 @@ class Router(nn.Module):
     collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
     `balance_loss`. real_tokens: says of scores [B, T, E] which tokens are no padding, [T] bool; None is all.
+    replay: given its own choice [B, T, K], says the experts that are used; see `meshkit.moe.replay`.
     """
 
     e_score_correction_bias: Tensor | None
@@ -90,6 +92,8 @@ class Router(nn.Module):
         )
         self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
         self.real_tokens: Callable[[Tensor], Tensor | None] | None = None
+        self.replay: Callable[[Tensor], Tensor] | None = None
+        self.routing_place: RouterPlace | None = None
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
@@ -100,6 +104,9 @@ class Router(nn.Module):
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
         # The choice has no gradient; the weights of the chosen experts have.
         experts_NK = self._choose(ranked_NE.detach())
+        if self.replay is not None:
+            rows, tokens = logits_BTE.shape[:2]
+            experts_NK = self.replay(experts_NK.view(rows, tokens, self.config.chosen)).flatten(0, 1)
         weights_NK = ranked_NE.gather(-1, experts_NK)
         if self.config.score == "softmax_of_chosen":
             weights_NK = weights_NK.softmax(-1)
