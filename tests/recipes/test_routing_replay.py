@@ -1,4 +1,4 @@
-"""--routing-replay in recipes: a policy with experts learns with it on meshes; others refuse it before anything is trained."""
+"""--routing-replay in recipes: a policy with experts learns with it on meshes; others refuse it before training."""
 
 from __future__ import annotations
 
