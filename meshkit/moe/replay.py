@@ -114,7 +114,8 @@ def open_routers(model: nn.Module) -> RouterPlace:
 def replaying(model: nn.Module, routing_BTRK: Tensor | None) -> Iterator[None]:
     """Inside, routers use these choices, also where recompute runs a block again; without any they choose themselves.
 
-    model: of `parallelize`, or what a loss is given for it. Counts, the balance loss and router biases are of what is used.
+    model: of `parallelize`, or what a loss is given for it. Counts, and so router biases, are of the experts that are used;
+    the balance loss is of those that the router would choose, for it is what is taught.
     Raises: PlanError, as `open_routers`; DataError, in the forward, for choices of other routers or tokens.
     """
     if routing_BTRK is not None:

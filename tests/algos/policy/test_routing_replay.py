@@ -22,8 +22,7 @@ from meshkit.core.sharding import local_tensor
 from meshkit.models import Llama
 from meshkit.models.experts import MoE
 from meshkit.models.router import Router
-from meshkit.moe import ROUTING, RoutingReplay, collect
-from meshkit.moe.routing import count_experts
+from meshkit.moe import ROUTING, RoutingReplay
 from tests.algos.policy.test_balanced import own_rollouts
 from tests.algos.policy.test_objective import TOL_FP64, answers
 from tests.compare_shards import computed_once, difference
@@ -198,12 +197,12 @@ def test_replay_of_own_choices_changes_no_bit(ranks: int, axes: str, sequence: b
     assert pool(ranks).run(of_the_same_weights, axes, sequence) == [0.0] * ranks
 
 
-def counts_and_loss(axes: str) -> tuple[list[list[int]], list[float]]:
-    """Tokens per expert of a step that replays, and its balance loss, beside those of one device that is made to choose."""
+def counts_and_loss(axes: str) -> tuple[list[list[int]], list[list[int]], float, float]:
+    """Tokens per expert of a step that replays, beside those of one device that is made to choose; and its balance loss,
+    beside that of what the routers of one device would choose there."""
     cell = Cell(mesh=axes, layers=3, moe=Moe(balance=0.5, per="batch"))
     run, ids = start(cell, 0), torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(5))
-    labels = ids.roll(-1, 1)
-    batch = {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     batch[ROUTING] = routed_values(start(cell, 1), batch).routing
 
     def loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
@@ -211,28 +210,41 @@ def counts_and_loss(axes: str) -> tuple[list[list[int]], list[float]]:
 
     run.forward_backward(batch, loss=mk.step.additive(loss))
     counts, auxiliary = run.routing_of_stages()
+
     other, model = (weights_of(build(cell), seed) for seed in (1, 0))
-    with torch.no_grad(), choosing(other, None) as chosen:
-        other(ids)
-    with choosing(model, chosen), collect() as collected:
-        model(ids)
-    expected = [each.tolist() for each in collected.named_counts(model).values()]
-    assert expected != [count_experts(own.flatten(), 6).tolist() for own in own_choices(model, ids)]
-    found = [each.tolist() for each in counts.values()]
-    return [*found, *expected], [float(auxiliary["balance"]), float(collected.losses["balance"].detach()) / ids.numel()]
+    seen = list[Tensor]()
+    for router in (child for child in model.modules() if isinstance(child, Router)):
+        router.register_forward_pre_hook(lambda router, args: seen.append(args[0].flatten(0, 1) @ router.weight.T))
+    with torch.no_grad():
+        with choosing(other, None) as chosen:
+            other(ids)
+        with choosing(model, chosen):
+            model(ids)
+    expected, would = ([torch.bincount(each.flatten(), minlength=6) for each in some] for some in (chosen, _best(seen)))
+    assert [each.tolist() for each in expected] != [each.tolist() for each in would]
+    shares = [logits.softmax(-1).sum(0) for logits in seen]
+    # T E / (K T^2) sum_e counts_e sums_e, of each router.
+    losses = [6 / (2 * ids.numel()) * (own * share).sum() for own, share in zip(would, shares, strict=True)]
+    per_token = 0.5 * float(sum(losses)) / ids.numel()
+    return (
+        [each.tolist() for each in counts.values()],
+        [each.tolist() for each in expected],
+        float(auxiliary["balance"]),
+        per_token,
+    )
 
 
-def own_choices(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    with torch.no_grad(), choosing(model, None) as chosen:
-        model(ids)
-    return chosen
+def _best(logits: list[Tensor]) -> list[Tensor]:
+    return [each.topk(2, dim=-1).indices for each in logits]
 
 
 @pytest.mark.parametrize(("ranks", "axes"), [(1, ""), (2, "cp=2"), (2, "pp=2")])
-def test_counts_and_the_balance_loss_are_of_the_experts_that_are_used(ranks: int, axes: str) -> None:
-    for counts, (loss, expected) in pool(ranks).run(counts_and_loss, axes):
-        assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
-        assert abs(loss - expected) < TOL_FP64
+def test_counts_are_of_the_experts_that_are_used_and_the_balance_loss_of_those_that_would_be(
+    ranks: int, axes: str
+) -> None:
+    for counts, expected, loss, expected_loss in pool(ranks).run(counts_and_loss, axes):
+        assert counts == expected
+        assert abs(loss - expected_loss) < TOL_FP64
 
 
 class Twice(MoE):
