@@ -132,9 +132,8 @@ def main() -> None:
         scores, rollouts = policy.step_rollouts(mesh, ask, rules, prompts=config.prompts, **limits)
         sizes = {"tokens_per_microbatch": config.tokens_per_microbatch, "microbatches": config.microbatches}
         needs = {"reference": None if apart else reference, "snapshot": config.updates > 1 or config.selftest}
-        batch, advantages, microbatches, balance, _ = policy.policy_batch(
-            run, rollouts, loss, temperature=config.temperature, values=values, **sizes, **needs
-        )
+        how = {"temperature": config.temperature, "values": values, "routing": config.routing_replay}
+        batch, advantages, microbatches, balance, _ = policy.policy_batch(run, rollouts, loss, **sizes, **needs, **how)
         for _ in range(config.updates):
             objective = policy.policy_objective(mesh, batch, loss, temperature=config.temperature, metrics=sums)
             options = {"loss": objective, "count": policy.policy_count(loss), "microbatches": microbatches}

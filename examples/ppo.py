@@ -125,7 +125,8 @@ def main() -> None:
     def step_of(run: mk.Run, samples: list[dataflow.Sample]) -> policy.PolicyBatch:
         """The answers, shared out by tokens, with advantages over the whole step."""
         rollouts = [dataflow.rollout_of(sample, value_names) for sample in samples]
-        return policy.policy_batch(run, rollouts, loss, values=value_names, minibatches=config.minibatches, **sizes)
+        options = {"minibatches": config.minibatches, "routing": config.routing_replay if run is actor else "none"}
+        return policy.policy_batch(run, rollouts, loss, values=value_names, **options, **sizes)
 
     def learn_values(samples: list[dataflow.Sample]) -> None:
         """The critic learns from each minibatch."""
@@ -163,7 +164,8 @@ def main() -> None:
         scheduler.step()
         session.log(**{f"policy/{name}": value for name, value in policy.policy_metrics(actor_sums).items()})
 
-    log_probs = partial(rollout.label_log_probs, temperature=config.temperature)
+    replay = config.routing_replay == "rollout"
+    log_probs = partial(rollout.label_log_probs, temperature=config.temperature, replay=replay)
     critic_on = "actor" if config.critic_mesh is None else "critic"
     value_calls = [
         dataflow.log_prob_call("old_log_probs", actor, log_probs, on="actor", **sizes),

@@ -78,8 +78,8 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
     segment_ids: which example, counted from 1 over the whole batch; 0 is padding. A unit's members follow each other, so in
     a batch of pairs chosen ones are odd, each rejected one its chosen's number plus 1.
     ends: 1 at the last token of each example, where a reward model reads its score; 0 elsewhere.
-    names: values of examples to add, float64, 0 where there is none, [B, length] or with the dims of a token's values behind.
-    A token's value stands where the token is the label,
+    names: values of examples to add, float64 (int16 where they are), 0 where there is none, [B, length] or with the dims of a
+    token's values behind. A token's value stands where the token is the label,
     so it goes with log-probabilities; that of an example's first token, which is no label, is left out. An example's scalar
     stands at its end. So a sum over a segment is the sum of its tokens' values, or the scalar.
     """
@@ -88,7 +88,7 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
     labels = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.tile(np.arange(length), (len(rows), 1))
     # fp64, as objectives compute: their sums over segments then agree to 1e-12 for any split of the batch.
-    values = {name: np.zeros((*shape, *_dims(name, rows)), dtype=np.float64) for name in names}
+    values = {name: np.zeros((*shape, *_dims(name, rows)), dtype=_kind(name, rows)) for name in names}
     segment = 0
     for row, units in enumerate(rows):
         start = 0
@@ -121,10 +121,21 @@ def build_rows(rows: Sequence[Sequence[Unit]], *, length: int, names: Sequence[s
 
 def _dims(name: str, rows: Sequence[Sequence[Unit]]) -> tuple[int, ...]:
     """Those of one token's value; () for numbers, and where there is no example to tell."""
-    first = next((example for units in rows for unit in units for example in members(unit)), None)
+    first = _first(rows)
     if first is None or name not in first.token_values:
         return ()
     return tuple(np.shape(first.token_values[name])[1:])
+
+
+def _kind(name: str, rows: Sequence[Sequence[Unit]]) -> type[np.generic]:
+    """float64, or int16 of small whole numbers of which a token has many."""
+    first = _first(rows)
+    is_small = first is not None and getattr(first.token_values.get(name), "dtype", None) == np.int16
+    return np.int16 if is_small else np.float64
+
+
+def _first(rows: Sequence[Sequence[Unit]]) -> Example | None:
+    return next((example for units in rows for unit in units for example in members(unit)), None)
 
 
 def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:

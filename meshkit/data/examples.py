@@ -34,7 +34,7 @@ class Example:
     source: str = "an example"
     """names it in errors, like chats.jsonl:17"""
     token_values: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """name -> [L] float64, or [L, ...], each the value of that token: rewards, weights, old log-probabilities"""
+    """name -> [L] float64, or [L, ...], also int16, each the value of that token: rewards, weights, old log-probabilities"""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """name -> a number of the whole example: margin, label, reference log-probability"""
     truncated: bool = False

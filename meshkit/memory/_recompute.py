@@ -202,10 +202,13 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
     def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return given(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not breaks:
             # Dynamo turns `checkpoint` into an operator of its graph. It cannot trace context variables and needs none: their
             # present values are constants of the graph, also of the part that runs again.
             return checkpoint(partial(forward, self), *args, **options, **kwargs)
+        return checkpointed(self, *args, **kwargs)
+
+    def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # See [Note: what a checkpoint keeps of its inputs].
         tensors, rebuild = tensors_of(args, kwargs)
         first = [Changes(type(self).__name__, args, kwargs)]  # not kept: it holds tensors
@@ -224,6 +227,11 @@ def _recompute_block(block: nn.Module, policy: Any, *, fresh: bool = False) -> N
         # runs in a copy of the context of this forward.
         return checkpoint(partial(run_in_copy, copy_context(), again), *tensors, **options)
 
+    # Around a graph that breaks dynamo calls `checkpoint` as it is, but has chosen the way of one in a graph before. Here the
+    # checkpoint is outside of graphs, and what it runs is compiled.
+    breaks = any(hasattr(child, "reduce_counts") for child in block.modules())
+    if breaks:
+        checkpointed = torch.compiler.disable(checkpointed, recursive=False)
     patch_class(block, forward=recomputed_forward)
 
 

@@ -19,6 +19,7 @@ from meshkit.core.to_device import to_device
 from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
 from meshkit.moe.real_tokens import counted
+from meshkit.moe.replay import RouterPlace
 from meshkit.moe.routing import Routing, count_experts
 
 
@@ -72,6 +73,7 @@ class Router(nn.Module):
     collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
     `balance_loss`. real_tokens: says of scores [B, T, E] which tokens are no padding, [T] bool; None is all.
+    replay: given its own choice [B, T, K], says the experts that are used; see `meshkit.moe.replay`.
     """
 
     e_score_correction_bias: Tensor | None
@@ -90,6 +92,8 @@ class Router(nn.Module):
         )
         self.reduce_counts: Callable[[Tensor], Tensor] = _of_all_tokens
         self.real_tokens: Callable[[Tensor], Tensor | None] | None = None
+        self.replay: Callable[[Tensor], Tensor] | None = None
+        self.routing_place: RouterPlace | None = None
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
@@ -99,14 +103,17 @@ class Router(nn.Module):
         scores_NE = logits_NE.sigmoid() if self.config.score == "sigmoid" else logits_NE.softmax(-1)
         ranked_NE = logits_NE if self.config.score == "softmax_of_chosen" else scores_NE
         # The choice has no gradient; the weights of the chosen experts have.
-        experts_NK = self._choose(ranked_NE.detach())
+        experts_NK = own_NK = self._choose(ranked_NE.detach())
+        if self.replay is not None:
+            rows, tokens = logits_BTE.shape[:2]
+            experts_NK = self.replay(own_NK.view(rows, tokens, self.config.chosen)).flatten(0, 1)
         weights_NK = ranked_NE.gather(-1, experts_NK)
         if self.config.score == "softmax_of_chosen":
             weights_NK = weights_NK.softmax(-1)
         if self.config.normalise:
             # 1e-20 as in DeepSeek's code: sigmoids of all chosen experts may round to 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
-        self._report(logits_BTE, scores_NE.view_as(logits_BTE), experts_NK)
+        self._report(logits_BTE, scores_NE.view_as(logits_BTE), experts_NK, own_NK)
         return Routing(experts_NK, weights_NK * self.config.scale)
 
     def _choose(self, ranked_NE: Tensor) -> Tensor:
@@ -128,17 +135,14 @@ class Router(nn.Module):
             ranked_NE = rearrange(open_NGe, "n g e -> n (g e)")
         return ranked_NE.topk(self.config.chosen, dim=-1).indices
 
-    def _report(self, logits_BTE: Tensor, scores_BTE: Tensor, experts_NK: Tensor) -> None:
+    def _report(self, logits_BTE: Tensor, scores_BTE: Tensor, experts_NK: Tensor, own_NK: Tensor) -> None:
+        """experts: that are used, whose counts are the load. own: that this router chose, which the balance loss teaches."""
         if being_read():
             return  # losses are no part of what the model returns
         losses: dict[str, Tensor] = {}
-        rows, tokens, experts = scores_BTE.shape
-        experts_BTK = experts_NK.view(rows, tokens, self.config.chosen)
         real_T = None if self.real_tokens is None else self.real_tokens(scores_BTE)
         real_T1 = None if real_T is None else real_T.unsqueeze(-1)
-        if real_T1 is not None:
-            experts_BTK = experts_BTK.masked_fill(~real_T1, experts)  # which is no expert
-        counts_BE = count_experts(rearrange(experts_BTK, "b t k -> b (t k)"), experts)
+        counts_BE = self._count(experts_NK, scores_BTE, real_T1)
         wanted = self.config.losses
         if wanted.balance:
             probabilities_BTE = scores_BTE
@@ -148,7 +152,8 @@ class Router(nn.Module):
                 probabilities_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
             if real_T1 is not None:
                 probabilities_BTE = probabilities_BTE * real_T1
-            counts_RE, sums_RE = counts_BE, probabilities_BTE.sum(1)
+            own_BE = counts_BE if own_NK is experts_NK else self._count(own_NK, scores_BTE, real_T1)
+            counts_RE, sums_RE = own_BE, probabilities_BTE.sum(1)
             if wanted.per != "sequence":
                 counts_RE, sums_RE = counts_RE.sum(0, keepdim=True), sums_RE.sum(0, keepdim=True)
             counts_RE = self.reduce_counts(counts_RE) if self.last_counts is None else self.last_counts.unsqueeze(0)
@@ -156,6 +161,14 @@ class Router(nn.Module):
         if wanted.z:
             losses["z"] = wanted.z * z_loss(logits_BTE, real_T1)
         report(self, counts_BE.sum(0), losses)
+
+    def _count(self, experts_NK: Tensor, scores_BTE: Tensor, real_T1: Tensor | None) -> Tensor:
+        """[B, E]: tokens of each expert."""
+        rows, tokens, experts = scores_BTE.shape
+        experts_BTK = experts_NK.view(rows, tokens, self.config.chosen)
+        if real_T1 is not None:
+            experts_BTK = experts_BTK.masked_fill(~real_T1, experts)  # which is no expert
+        return count_experts(rearrange(experts_BTK, "b t k -> b (t k)"), experts)
 
 
 def _logits(x_BTC: Tensor, weight_EC: Tensor) -> Tensor:

@@ -6,3 +6,7 @@ from .aux_loss import Collected as Collected
 from .aux_loss import balance as balance
 from .aux_loss import collect as collect
 from .aux_loss import update_bias as update_bias
+from .replay import REPLAYS as REPLAYS
+from .replay import ROUTING as ROUTING
+from .replay import RoutingReplay as RoutingReplay
+from .replay import replaying as replaying

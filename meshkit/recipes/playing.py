@@ -8,20 +8,28 @@ from functools import partial
 from meshkit.algos.environments import EnvironmentPool, Player, chat_turns
 from meshkit.algos.rollout import Engine, KeptCache, generate, has_paged_cache
 from meshkit.data import Chat, Tokenizer, load_chat_template
+from meshkit.errors import PlanError
 from meshkit.models import config_from_pretrained
 from meshkit.step import Run
 
 from .environments import environment_of
 from .flags import EnvironmentFlags
-from .policy import engine_of
+from .policy import engine_of, records_routing
 from .tasks import Tasks
 
 
 def playing_engine(config: EnvironmentFlags, run: Run, tasks: Tasks, tokenizer: Tokenizer) -> Engine:
-    """`engine_of`, and with an environment a `Player` by it, whose cache stays between turns."""
+    """`engine_of`, and with an environment a `Player` by it, whose cache stays between turns.
+
+    Raises: PlanError for an environment with --routing-replay rollout.
+    """
     engine = engine_of(config, run)
     if not tasks.environment:
         return engine
+    if records_routing(config):
+        raise PlanError(
+            "--routing-replay rollout: the turns of an environment do not keep what the generator's routers chose. Use old."
+        )
     if config.engine == "meshkit" and has_paged_cache(run):
         engine = partial(generate, run, cache=KeptCache())
     most = config.tokens_per_microbatch

@@ -95,6 +95,7 @@ def _refuse_odd_workers(config: SampledFlags, meshes: Sequence[str | None]) -> N
             any(mesh is not None for mesh in meshes),
             "has one mesh that learns. Leave --reference-mesh and --critic-mesh out",
         ),
+        (config.routing_replay == "rollout", "has workers that send no choices of experts. Use --routing-replay old"),
         (config.lora_rank is not None, "publishes whole models, and adapters are none. Leave --lora-rank out"),
     ):
         if wrong:
@@ -273,11 +274,16 @@ def sampler_of(
     return sampler, [Sync(name="weights", source="actor", destination="sampler", function=weights)]
 
 
+def records_routing(config: RolloutFlags) -> bool:
+    """Whether the generator records the experts that its routers choose."""
+    return getattr(config, "routing_replay", "none") == "rollout"
+
+
 def engine_of(config: RolloutFlags, run: Run) -> Engine:
     """The inference engine that writes the rollouts of this run's model, as --engine says."""
     if config.engine == "vllm":
         return VllmEngine(run, gpu_memory_utilization=config.vllm_memory)
-    return partial(generate, run)
+    return partial(generate, run, routing=records_routing(config))
 
 
 def rollout_flow(
@@ -309,7 +315,8 @@ def rollout_flow(
     given["syncs"] = syncs
     if not config.stream:
         return Flow(meshes, [rollout_call(engine, tokenizer, **options), *calls], **given)
-    write = generation_call(sampler, tokenizer, tokens=config.stream_tokens, **options)
+    options |= {"tokens": config.stream_tokens, "routing": records_routing(config)}
+    write = generation_call(sampler, tokenizer, **options)
     return StreamFlow(meshes, write, calls, **given)
 
 

@@ -49,8 +49,9 @@ def policy_objective(
     """The loss of a batch of answers, for `forward_backward(batch, loss=..., count=policy_count(loss))`.
 
     Reads from the batch `advantages` [B, T], and if present `old_log_probs` (without them: a step on policy),
-    `rollout_log_probs`, `reference_log_probs` and `loss_weights`. Log-probabilities come from `token_values` with the same
-    temperature, which divides logits. metrics: `policy_sums(mesh)`; read it with `policy_metrics`.
+    `rollout_log_probs`, `reference_log_probs`, `loss_weights`, and `routing`, the experts that routers use again.
+    Log-probabilities come from `token_values` with the same temperature, which divides logits. metrics: `policy_sums(mesh)`;
+    read it with `policy_metrics`.
     Wire: with cp what `SegmentIndex.sums` sends, for losses that look at whole answers.
     Raises: DataError for a batch without advantages, or without another input that the loss needs.
     """
@@ -62,7 +63,8 @@ def policy_objective(
     count = _answer_count(batch)
 
     def objective(model: nn.Module, part: dict[str, Any]) -> Tensor:
-        predictions = token_log_probs(model_logits(model, part), part["labels"], temperature=temperature)
+        logits = model_logits(model, part, replay=True)
+        predictions = token_log_probs(logits, part["labels"], temperature=temperature)
         answers = _answers(mesh, part, count)
         values = policy_loss(
             loss,

@@ -35,12 +35,15 @@ from meshkit.algos.rollout import (
     balance_examples,
     label_log_probs,
     learnt,
+    routed_values,
     token_values,
 )
 from meshkit.data import Balance, pack_step
-from meshkit.errors import DataError
+from meshkit.errors import DataError, PlanError
 from meshkit.lora import disabled
 from meshkit.mesh import Mesh, gather_over_data
+from meshkit.moe import REPLAYS, ROUTING, RoutingReplay
+from meshkit.moe.replay import open_routers
 from meshkit.step import Batch, Run
 
 NAMES = ("groups", "truncated", "rewards", "rollout_log_probs")
@@ -167,6 +170,7 @@ def policy_batch(
     snapshot: bool = False,
     minibatches: int = 1,
     values: Sequence[str] = (),
+    routing: RoutingReplay = "none",
 ) -> PolicyBatch:
     """What a policy or its critic learns from this data rank's rollouts, balanced by tokens, with the step's advantages.
 
@@ -174,18 +178,34 @@ def policy_batch(
     A data rank learns from rollouts of others, too.
     reference: the reference model, for KL; the run itself is taken without its adapters. snapshot: keep the present
     log-probabilities as the old ones, for several updates on one batch; losses with corrections or KL in the reward do so
-    anyway, unless `values` has them. Every rank must call it, also without rollouts.
-    Wire: that of `balance_rollouts`, of `token_values`, once for the snapshot and once for the reference model, and of
-    `step_advantages`.
+    anyway, unless `values` has them.
+    routing: of a policy with experts, which ones updates use, as `policy_objective` reads from the batch: "none", those that
+    each chooses; "old" (R2), those that the run chooses now, recorded by the snapshot's forward, which is then made anyway;
+    "rollout" (R3), those that `generate(routing=True)` recorded, for the snapshot too, and not for the reference model.
+    Every rank must call it, also without rollouts.
+    Wire: that of `balance_rollouts`, of `token_values` (`routed_values`), once for the snapshot and once for the reference
+    model, and of `step_advantages`. Raises: PlanError for a model whose routers cannot be recorded.
     """
+    if routing not in REPLAYS:
+        raise PlanError(f"policy_batch: routing={routing!r} is not known. Choose from {', '.join(REPLAYS)}.")
     sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches, "minibatches": minibatches}
-    balanced = balance_rollouts(run, rollouts, values=values, **sizes)
+    place = None if routing == "none" else open_routers(run.model)
+    named = (*values, ROUTING) if routing == "rollout" else values
+    balanced = balance_rollouts(run, rollouts, values=named, **sizes)
     batch, count = balanced.batch, balanced.microbatches
+    if (
+        routing == "rollout" and place is not None and not len(batch[ROUTING])
+    ):  # without rollouts nothing tells its dims
+        batch[ROUTING] = place.empty(*batch["input_ids"].shape)
     log_probs = partial(label_log_probs, temperature=temperature)
     # pi_old is the trainer's own, before the first update; the engine's numbers have other rounding and other kernels. For
     # a single update on policy it is log_probs itself, and this forward is saved.
-    if "old_log_probs" not in values and (snapshot or loss.corrections or loss.kl.in_reward):
-        batch["old_log_probs"] = token_values(run, batch, log_probs, microbatches=count).cpu()
+    if routing == "old":
+        old, batch[ROUTING] = routed_values(run, batch, log_probs, microbatches=count)
+        batch.setdefault("old_log_probs", old.cpu())
+    elif "old_log_probs" not in values and (snapshot or loss.corrections or loss.kl.in_reward):
+        replayed = partial(log_probs, replay=routing == "rollout")
+        batch["old_log_probs"] = token_values(run, batch, replayed, microbatches=count).cpu()
     if reference is not None:
         with disabled(run.model) if reference is run else nullcontext():
             batch[REFERENCE] = token_values(reference, batch, log_probs, microbatches=count).cpu()

@@ -13,6 +13,8 @@ from ._kept import KeptCache as KeptCache
 from ._rollout import Prompt as Prompt
 from ._rollout import Rollout as Rollout
 from ._rollout import encode_prompts as encode_prompts
+from ._routing import RoutedValues as RoutedValues
+from ._routing import routed_values as routed_values
 from ._token_values import REFERENCE as REFERENCE
 from ._token_values import example_values as example_values
 from ._token_values import label_log_probs as label_log_probs

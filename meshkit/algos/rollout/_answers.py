@@ -22,7 +22,7 @@ class Answer:
     """All that an answer needs to go on: what is in a cache can be computed again from it.
 
     number: its place in the order of all answers. stream: of its random numbers. ids, log_probs, versions: of its tokens so
-    far. reason: why it has ended, if it has.
+    far. reason: why it has ended, if it has. routing: see `Rollout`, once it has ended.
     """
 
     number: int
@@ -33,6 +33,7 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     reason: Reason | None = None
+    routing: np.ndarray | None = None
 
     def forget(self) -> None:
         """As before its first token."""
@@ -129,6 +130,7 @@ def rollouts_of(run: Run, ended: Sequence[Answer], stopping: Stopping) -> list[R
             key=answer.prompt.key,
             fields=answer.prompt.fields,
             truncated=answer.reason == "length",
+            routing=answer.routing,
         )
         for answer in sorted(ended, key=lambda answer: answer.number)
     ]

@@ -5,9 +5,11 @@ What a step learns, and its sums, do not depend on where its examples are: objec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,15 +105,20 @@ def balance_examples(
     """
     steps = list(minibatch_of) if minibatches > 1 else [0] * len(examples)
     # A rank without examples does not know which values the others' have, and all must refuse alike.
-    kinds = dict.fromkeys((tuple(sorted(each.token_values)), tuple(sorted(each.scalars))) for each in examples)
+    kinds = dict.fromkeys((_vectors(each), tuple(sorted(each.scalars))) for each in examples)
     told = gather_over_data(mesh, ([len(each) for each in examples], steps, list(kinds)))
     every = list(dict.fromkeys(kind for *_, of_rank in told for kind in of_rank))
     if len(every) > 1:
+        some, others = ([*(_said(vector) for vector in vectors), *scalars] for vectors, scalars in every[:2])
         raise DataError(
-            f"balance_examples: some examples have the values {[*every[0][0], *every[0][1]]}, others "
-            f"{[*every[1][0], *every[1][1]]}. Give every example the same ones."
+            f"balance_examples: some examples have the values {some}, others {others}. Give every example the same ones."
         )
     vectors, scalars = every[0] if every else ((), ())
+    if every and (missing := {*(names or ())} - {*(vector.name for vector in vectors), *scalars}):
+        raise DataError(
+            f"balance_examples: {sorted(missing)[0]!r} is asked for, and the examples have no such value. Add it, or do not "
+            "ask for it; routing is recorded by generate(routing=True)."
+        )
     balance = balance_tokens(
         [length for lengths, *_ in told for length in lengths],
         [rank for rank, (lengths, *_) in enumerate(told) for _ in lengths],
@@ -135,7 +142,7 @@ def balance_examples(
         [n for n in balance.taken[rank] if balance.home[n] == sender and sender != rank]
         for sender in range(mesh.data_ranks)
     ]
-    sizes = [[balance.lengths[n] * (2 + len(vectors)) + len(scalars) + 1 for n in numbers] for numbers in coming]
+    sizes = [[_numbers(balance.lengths[n], vectors) + len(scalars) + 1 for n in numbers] for numbers in coming]
     received = _all_to_all(mesh, outgoing, [sum(of_rank) for of_rank in sizes])
     for numbers, of_rank, data in zip(coming, sizes, received, strict=True):
         for number, one in zip(numbers, np.split(data, np.cumsum(of_rank)), strict=False):
@@ -159,19 +166,53 @@ def answer_work(run: Run) -> Callable[[int], float]:
     return lru_cache(maxsize=None)(lambda tokens: tokens * flops.per_token(tokens).causal)
 
 
-def _packed(example: Example, vectors: Sequence[str], scalars: Sequence[str]) -> np.ndarray:
+class _Vector(NamedTuple):
+    """Values of an example's tokens. dims: of one token's. small: int16, of which four travel in a number's place."""
+
+    name: str
+    dims: tuple[int, ...]
+    small: bool
+
+    def numbers(self, tokens: int) -> int:
+        """That are sent."""
+        values = tokens * math.prod(self.dims)
+        return -(-values // 4) if self.small else values
+
+
+def _vectors(example: Example) -> tuple[_Vector, ...]:
+    named = ((name, np.asarray(values)) for name, values in sorted(example.token_values.items()))
+    return tuple(_Vector(name, values.shape[1:], values.dtype == np.int16) for name, values in named)
+
+
+def _said(vector: _Vector) -> str:
+    return vector.name if not vector.dims else f"{vector.name} of {list(vector.dims)}"
+
+
+def _numbers(tokens: int, vectors: Sequence[_Vector]) -> int:
+    return 2 * tokens + sum(vector.numbers(tokens) for vector in vectors)
+
+
+def _packed(example: Example, vectors: Sequence[_Vector], scalars: Sequence[str]) -> np.ndarray:
     """fp64, which holds ids and keys below 2^53 exactly: one kind of message for all."""
-    rows = [example.ids, example.learn, *(example.token_values[name] for name in vectors)]
+    rows = [example.ids, example.learn]
+    for vector in vectors:
+        values = np.asarray(example.token_values[vector.name]).reshape(-1)
+        rows.append(np.pad(values, (0, -len(values) % 4)).view(np.float64) if vector.small else values)
     numbers = [*(example.scalars[name] for name in scalars), float(example.truncated)]
     return np.concatenate([*(np.asarray(row, dtype=np.float64) for row in rows), np.array(numbers)])
 
 
-def _unpacked(data: np.ndarray, length: int, vectors: Sequence[str], scalars: Sequence[str]) -> Example:
-    rows, numbers = data[: length * (2 + len(vectors))].reshape(-1, length), data[length * (2 + len(vectors)) :]
+def _unpacked(data: np.ndarray, length: int, vectors: Sequence[_Vector], scalars: Sequence[str]) -> Example:
+    sizes = [length, length, *(vector.numbers(length) for vector in vectors)]
+    ids, learn, *values, numbers = np.split(data, np.cumsum(sizes))
+    token_values = {}
+    for vector, sent in zip(vectors, values, strict=True):
+        plain = sent.copy().view(np.int16)[: length * math.prod(vector.dims)] if vector.small else sent
+        token_values[vector.name] = plain.reshape(length, *vector.dims)
     return Example(
-        ids=rows[0].astype(np.int64),
-        learn=rows[1].astype(bool),
-        token_values=dict(zip(vectors, rows[2:], strict=True)),
+        ids=ids.astype(np.int64),
+        learn=learn.astype(bool),
+        token_values=token_values,
         scalars=dict(zip(scalars, numbers[:-1].tolist(), strict=True)),
         truncated=bool(numbers[-1]),
     )

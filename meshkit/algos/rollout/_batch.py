@@ -19,11 +19,12 @@ SLACK_PAGES = 16  # reading up to half as many pages in vain is cheaper than one
 
 @dataclass(frozen=True, eq=False)
 class RowOfTokens:
-    """inputs: of the model. logit_tokens: positions in the row whose logits are read. rows: [N], which of those logits each
-    draw reads.
+    """inputs: of the model. slots: in the cache, of its tokens without padding. logit_tokens: positions in the row whose
+    logits are read. rows: [N], which of those logits each draw reads.
     """
 
     inputs: dict[str, Tensor | PagedAttention]
+    slots: Tensor
     logit_tokens: Tensor
     rows: Tensor
 
@@ -70,6 +71,7 @@ def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.dev
     rows = np.repeat(np.arange(len(ends)), step.draws_per_row)
     return RowOfTokens(
         {"input_ids": row(ids), "position_ids": row(positions), "mask": mask},
+        mask.slots,
         torch.from_numpy(ends).to(device),
         torch.from_numpy(rows).to(device),
     )

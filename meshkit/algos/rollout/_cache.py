@@ -92,13 +92,17 @@ class Pages:
 
 
 class KeyValueCache:
-    """The keys and values of this rank's layers, by page. A layer is identified by its place in the order of attention."""
+    """The keys and values of this rank's layers, by page. A layer is identified by its place in the order of attention.
+
+    choices: [S, R, K] int16, beside them the experts that routers chose, where they are recorded; see `meshkit.moe.ROUTING`.
+    """
 
     GROWTH = 1.25  # room is made ahead, since making room copies all of a layer
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens, self.pages = page_tokens, Pages()
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self.choices: Tensor | None = None
 
     def write(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """Put tokens into their slots; returns the layer's keys and values, each [pages, page_tokens, K, D]."""
@@ -118,6 +122,20 @@ class KeyValueCache:
             for stored_SKD in self._with_room(layer):
                 pages = self._paged(stored_SKD)
                 pages[targets] = pages[sources]
+        if self.choices is not None:
+            pages = self._paged(self._choices_with_room(self.choices))
+            pages[targets] = pages[sources]
+
+    def write_choices(self, slots: Tensor, routers: Tensor, choices_TrK: Tensor) -> None:
+        """Put what this rank's routers chose beside the keys of these tokens."""
+        assert self.choices is not None
+        self._choices_with_room(self.choices)[slots.unsqueeze(1), routers] = choices_TrK
+
+    def _choices_with_room(self, choices_SRK: Tensor) -> Tensor:
+        slots = self.pages.allocated * self.page_tokens
+        if len(choices_SRK) < slots:
+            self.choices = choices_SRK = _grown(choices_SRK, int(self.pages.allocated * self.GROWTH) * self.page_tokens)
+        return choices_SRK
 
     def _with_room(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the layer, with slots for all pages."""

@@ -50,8 +50,9 @@ class Writer(Protocol):
 class Generation:
     """Answers that grow by some tokens at each `advance`, between which new weights and new prompts may come.
 
-    version: of the weights; each token is tagged with it (`Rollout.versions`). decode, cache: see `generate`, also for who
-    has which prompts, for the wire, and for models without a paged cache, which check the answers of each call of `advance`.
+    version: of the weights; each token is tagged with it (`Rollout.versions`). decode, cache, routing: see `generate`, also
+    for who has which prompts, for the wire, and for models without a paged cache, which check the answers of each call of
+    `advance`.
     Every rank of the mesh makes it, and makes the same calls. What is held between calls is on the host, but for the caches.
     Source: partial rollouts as of Kimi k1.5 2025 (2501.12599); weights that arrive between tokens as of AReaL 2025
     (2505.24298), which computes caches again as this does, and PipelineRL 2025 (2509.19128), which keeps them.
@@ -65,6 +66,7 @@ class Generation:
         decode: Callable[[list[int]], str] | None = None,
         cache: CachePolicy | KeptCache | None = None,
         version: int = 0,
+        routing: bool = False,
     ) -> None:
         self.version = version
         self._kept = cache if isinstance(cache, KeptCache) else None
@@ -77,7 +79,12 @@ class Generation:
         self._any_open = False
         self._writer: PagedWriter | RowsWriter | None = None
         if has_paged_cache(run):
-            self._writer = PagedWriter(run, sampling, self._stopping, own, kept=self._kept is not None)
+            self._writer = PagedWriter(run, sampling, self._stopping, own, kept=self._kept is not None, routing=routing)
+        elif routing:
+            raise PlanError(
+                f"generate(routing=True): {type(run.full_model).__name__} does not attend by a `mask`, and the choices of "
+                "routers are kept beside a paged cache. Leave it away (--routing-replay none)."
+            )
         elif self._kept is not None:
             raise PlanError(
                 f"generate(cache=KeptCache()): {type(run.full_model).__name__} does not attend by a `mask`, and its own "

@@ -6,9 +6,10 @@ Dims: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,19 +17,33 @@ from meshkit.algos.rollout._answers import Answer, draw_tokens
 from meshkit.algos.rollout._batch import row_of
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._kept import KeptCache
-from meshkit.algos.rollout._scheduler import Scheduler
+from meshkit.algos.rollout._routing import stacked, summed
+from meshkit.algos.rollout._scheduler import Growing, Scheduler
 from meshkit.loss.linear_logits import LinearLogits, head_of
+from meshkit.moe.replay import open_routers, recording
 from meshkit.step import Run
 
 
 class PagedWriter:
-    """Writes answers a token at a time; see `Writer`. kept: finds what is in `cache` by its tokens."""
+    """Writes answers a token at a time; see `Writer`. kept: finds what is in `cache` by its tokens.
 
-    def __init__(self, run: Run, sampling: Sampling, stopping: Stopping, cache: KeptCache, *, kept: bool) -> None:
+    routing: record the experts that tokens chose, for answers that end. Raises: PlanError, as `open_routers`, with it.
+    """
+
+    def __init__(
+        self, run: Run, sampling: Sampling, stopping: Stopping, cache: KeptCache, *, kept: bool, routing: bool
+    ) -> None:
         self._run, self._sampling, self._stopping = run, sampling, stopping
         self._kept, self._cache = cache, cache.store
         self._scheduler = Scheduler(sampling, cache.policy, self._cache.pages, cache.prefixes if kept else None)
         self._logit_tokens = torch.empty(0, dtype=torch.int64)
+        self._routing = routing
+        if routing and self._cache.choices is None:
+            place = open_routers(run.model)
+            shape = 0, place.routers, place.chosen
+            self._cache.choices = torch.zeros(shape, dtype=torch.int16, device=run.mesh.device)
+        elif not routing:
+            self._cache.choices = None  # of slots that others are written to now
 
     @property
     def done(self) -> bool:
@@ -47,7 +62,12 @@ class PagedWriter:
         row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
         self._logit_tokens = row.logit_tokens
         self._cache.copy(*step.copies_before)
-        logits = run.infer(row.inputs, _logits)
+        with ExitStack() as stack:
+            recorded = stack.enter_context(recording()) if self._routing else {}
+            logits = run.infer(row.inputs, _logits)
+        if recorded:
+            routers, choices_1TrK = stacked(run, recorded)
+            self._cache.write_choices(row.slots, routers, choices_1TrK[0, : len(row.slots)])
         # Only now: the copied pages hold the prompt that this forward computed.
         self._cache.copy(*step.copies)
         self._kept.count(step)
@@ -58,8 +78,24 @@ class PagedWriter:
         draw_tokens(run, logits, row.rows, answers, self._sampling, version=version)
         for answer in answers:
             answer.reason = self._stopping.reason(answer.ids)
-        self._scheduler.end([sequence for sequence in draws if sequence.answer.reason is not None])
+        ended = [sequence for sequence in draws if sequence.answer.reason is not None]
+        if self._routing and ended:
+            self._read_choices(ended)
+        self._scheduler.end(ended)
         return [answer for answer in answers if answer.reason is not None]
+
+    def _read_choices(self, ended: Sequence[Growing]) -> None:
+        """Wire: with pp an all-reduce of them over it."""
+        assert self._cache.choices is not None
+        size = self._cache.page_tokens
+        slots = [sequence.table[np.arange(sequence.cached) // size] * size for sequence in ended]
+        slots = [first + np.arange(len(first)) % size for first in slots]
+        index = torch.from_numpy(np.concatenate(slots)).to(self._cache.choices.device)
+        choices = summed(self._cache.choices.index_select(0, index), self._run.mesh["pp"]).cpu().numpy()
+        parts = np.split(choices, np.cumsum([len(each) for each in slots])[:-1])
+        for sequence, part in zip(ended, parts, strict=True):
+            # The last token is never put into the cache: no router has seen it.
+            sequence.answer.routing = np.pad(part, ((0, 1), (0, 0), (0, 0)))
 
     @contextmanager
     def few_logits(self) -> Iterator[None]:

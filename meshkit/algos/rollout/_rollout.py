@@ -14,6 +14,7 @@ import numpy as np
 
 from meshkit.data import Example, Record, Tokenizer
 from meshkit.errors import DataError
+from meshkit.moe import ROUTING
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +101,9 @@ class Rollout:
     """name -> [L], numbers that models compute for its tokens, by `example_values`"""
     wrote: np.ndarray | None = None
     """[N] bool, False for tokens that the policy did not write, such as a tool's output; None: it wrote all of them"""
+    routing: np.ndarray | None = None
+    """[L, R, K] int16, 1 + the experts that the generator's routers chose at each token, as in `meshkit.moe.ROUTING`; 0 at
+    the last one, which they have not seen"""
     greedy_reward: float | None = None
     """of the prompt's greedy answer, for ReMax"""
     source: str = "an answer"
@@ -140,6 +144,13 @@ class Rollout:
                 )
         # A value belongs to the label's token itself; the packer moves it to where the token is predicted.
         token_values = {name: np.concatenate([np.zeros(len(prompt)), vector]) for name, vector in vectors.items()}
+        if self.routing is not None:
+            if len(self.routing) != len(prompt) + len(answer):
+                raise DataError(
+                    f"{self.source}: routing has {len(self.routing)} entries for {len(prompt) + len(answer)} tokens."
+                )
+            # The choice at a token, where the next one is predicted: it goes with the next one, as log-probabilities do.
+            token_values[ROUTING] = np.concatenate([np.zeros_like(self.routing[:1]), self.routing[:-1]])
         return Example(
             ids=np.concatenate([prompt, answer]),
             learn=np.concatenate([np.zeros(len(prompt), dtype=bool), learn]),

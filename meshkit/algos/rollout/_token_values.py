@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshkit.algos.rollout._balanced import answer_work, balance_examples
 from meshkit.core.evaluating import evaluating
 from meshkit.data.examples import Example
 from meshkit.loss import IGNORED, token_log_probs
+from meshkit.moe.replay import ROUTING, replaying
 from meshkit.parallel.data import after_inference
 from meshkit.step import Batch, Run, model_inputs
 
@@ -27,15 +29,22 @@ REFERENCE = "reference_log_probs"
 TOKEN_INDEX = "token_index"
 
 
-def model_logits(model: nn.Module, part: dict[str, Any]) -> Any:
-    """The model's logits of a microbatch, also of models that return an object with `logits`."""
-    output = model(**model_inputs(model, part))
+def model_logits(model: nn.Module, part: dict[str, Any], *, replay: bool = False) -> Any:
+    """The model's logits of a microbatch, also of models that return an object with `logits`.
+
+    replay: routers use the experts of the part's `routing`, if it has any; see `meshkit.moe.replay`.
+    """
+    with replaying(model, part.get(ROUTING) if replay else None):
+        output = model(**model_inputs(model, part))
     return getattr(output, "logits", output)
 
 
-def label_log_probs(model: nn.Module, part: dict[str, Any], *, temperature: float = 1.0) -> Tensor:
-    """The log-probability of each label, 0 where it is ignored; [rows, T] of this rank's tokens."""
-    return token_log_probs(model_logits(model, part), part["labels"], temperature=temperature).log_probs
+def label_log_probs(
+    model: nn.Module, part: dict[str, Any], *, temperature: float = 1.0, replay: bool = False
+) -> Tensor:
+    """The log-probability of each label, 0 where ignored; [rows, T] of this rank's tokens. replay: as of `model_logits`."""
+    logits = model_logits(model, part, replay=replay)
+    return token_log_probs(logits, part["labels"], temperature=temperature).log_probs
 
 
 def learnt(part: dict[str, Any]) -> Tensor:
@@ -63,6 +72,19 @@ def token_values(
     Raises: PlanError, on every rank, in the first call of a function of one's own that mixes tokens or rows, of which it gets
     a part, or of which that cannot be tried and is not vouched for by `mk.step.additive`.
     """
+    return values_of_parts(run, batch, function, microbatches=microbatches, width=width)
+
+
+def values_of_parts(
+    run: Run,
+    batch: Batch,
+    function: Callable[[nn.Module, dict[str, Any]], Tensor],
+    *,
+    microbatches: int,
+    width: int | None = None,
+    around: Callable[[Tensor, float], AbstractContextManager[None]] = lambda numbers, weight: nullcontext(),
+) -> Tensor:
+    """`token_values`. around(number of each token, weight): entered around each forward; padding has number 0."""
     rows, tokens = batch["input_ids"].shape
     # Microbatches and cp split and reorder tokens. So each token carries its index in the batch along; 0 marks padding, and
     # element 0 collects what padding gives.
@@ -76,7 +98,8 @@ def token_values(
     with evaluating(run.model):  # no dropout
         for part, weight in run.parts(numbered, microbatches):
             index_of_part = part.pop(TOKEN_INDEX)
-            values_of_part = run.infer(part, function)
+            with around(index_of_part, weight):
+                values_of_part = run.infer(part, function)
             # None on stages of pp but the last. Weight 0 marks the dummy row of a rank with fewer rows than others.
             if values_of_part is not None and weight:
                 values[index_of_part.flatten()] = values_of_part.double().flatten(0, 1)
@@ -104,7 +127,9 @@ def example_values(
     sizes of microbatches. The results go into `Example.token_values` or `Rollout.values`.
     Every rank must call it. Wire: `balance_examples`, `token_values`, and `BalancedBatch.back`.
     """
-    plain = [replace(example, token_values={}, scalars={}) for example in examples]
+    # A function may replay the choices of the generator's routers; other numbers are not sent along.
+    kept = [{name: value for name, value in each.token_values.items() if name == ROUTING} for each in examples]
+    plain = [replace(example, token_values=own, scalars={}) for example, own in zip(examples, kept, strict=True)]
     sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
     balanced = balance_examples(run.mesh, plain, **sizes, work=answer_work(run))
     values_BT = token_values(run, balanced.batch, function, microbatches=balanced.microbatches, width=width)

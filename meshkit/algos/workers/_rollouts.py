@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshkit.algos.dataflow import Sample
+from meshkit.algos.dataflow._rl import WRITTEN
 from meshkit.algos.rollout import Sampling, encode_prompts
 from meshkit.algos.rollout._engine import Stopping
 from meshkit.data import Record, Tokenizer
 from meshkit.errors import DataError
 
-GIVES = ("prompt_ids", "ids", "log_probs", "text", "truncated", "wrote", "versions")
+GIVES = (*WRITTEN, "versions")
 
 
 def prompt_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def read_answers(
                 "text": stopping.text(ids),
                 "truncated": ends[-1] == "length",
                 "wrote": None,
+                "routing": None,
             }
         )
     return made

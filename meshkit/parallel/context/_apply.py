@@ -18,6 +18,7 @@ from meshkit.core.patch_class import patch_class
 from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.moe.real_tokens import only_first
+from meshkit.moe.replay import has_known_place
 from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._groups import costs_of
@@ -121,7 +122,7 @@ def context_parallel(
         return module
     doors.open(module)
     if routers := [name for name, child in module.named_modules() if hasattr(child, "reduce_counts")]:
-        foreign = next((name for name in routers if not _has_known_place(reader.program.model, name)), None)
+        foreign = next((name for name in routers if not has_known_place(reader.program.model, name)), None)
         patch_class(module, forward=_telling_padding(type(module).forward, foreign))
     # A forward without the mask would not fail: it would attend to this rank's tokens and train a wrong model.
     module.register_forward_pre_hook(_refuse_unsplit, with_kwargs=True)
@@ -316,16 +317,6 @@ def _told(config: Any, name: str) -> int | None:
     except Exception:  # transformers' own, of a config whose layers differ in it
         return None
     return value
-
-
-def _has_known_place(model: nn.Module, router: str) -> bool:
-    """Whether the router is given [rows, tokens] as the model is: by code of this library alone, and no hook is anywhere."""
-    around = [router[:end] for end, letter in enumerate(router) if letter == "."]
-    ours = all(
-        isinstance(module, nn.ModuleList) or type(module).__module__.startswith("meshkit.models.")
-        for module in map(model.get_submodule, ("", *around, router))
-    )
-    return ours and not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def _telling_padding(forward: Callable[..., Any], foreign: str | None) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from meshkit.algos.policy import CORRECTIONS, GAE, PRESETS, GroupAdvantage, PolicyLoss
 from meshkit.errors import PlanError
+from meshkit.models import config_from_pretrained
+from meshkit.moe import RoutingReplay
 from meshkit.recipes.flags._model import LoraFlags
 from meshkit.recipes.flags._parallel import ParallelFlags
 from meshkit.recipes.flags._run import LearnFlags, StepFlags
@@ -84,6 +86,10 @@ class PolicyFlags(StepFlags, RolloutFlags):
     correction: tuple[CorrectionName, ...] = ()
     """factors for answers of older weights or another engine, in place of the preset's; several multiply; none: without"""
 
+    routing_replay: RoutingReplay = "none"
+    """of a policy with experts, which ones its updates use: none, what each chooses; old (R2), those of the policy before the
+    step's updates; rollout (R3), those of the generator"""
+
     def describe_loss(self) -> str:
         """The preset by name, its KL where --kl says otherwise, and --correction."""
         coefficient = PRESETS[self.preset].kl.coefficient
@@ -105,6 +111,8 @@ class PolicyFlags(StepFlags, RolloutFlags):
             raise PlanError(f"--preset {self.preset} is not known. Choose from {', '.join(PRESETS)}.")
         if has_critic[self.preset] and not critic:
             raise PlanError(f"--preset {self.preset} needs a critic, which this recipe has not. Choose another.")
+        if self.routing_replay != "none":
+            self._refuse_replay()
         loss = PRESETS[self.preset]
         if isinstance(loss.advantage, GroupAdvantage) and loss.advantage.baseline == "greedy":
             needs = "greedy answers as a baseline"
@@ -120,6 +128,19 @@ class PolicyFlags(StepFlags, RolloutFlags):
         # In place of the preset's also if it is 0: a reference model is a second model in memory, which nobody gets
         # unasked.
         return dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=self.kl))
+
+    def _refuse_replay(self) -> None:
+        """Raises: PlanError for --routing-replay without experts, and where nobody records what the generator chose."""
+        said = f"--routing-replay {self.routing_replay}"
+        if self.pretrained is None or not hasattr(config_from_pretrained(self.pretrained), "router"):
+            model = "the small model" if self.pretrained is None else f"{self.pretrained}"
+            raise PlanError(
+                f"{said}: {model} has no experts. Give --pretrained a mixture of experts, or leave it away."
+            )
+        if self.routing_replay == "rollout" and self.engine != "meshkit":
+            raise PlanError(
+                f"{said}: --engine {self.engine} does not tell what its routers chose. Use old, or --engine meshkit."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,8 @@ def test_a_model_with_padding_equals_one_device(world: int, cell: Cell) -> None:
 
 
 def test_compiled_blocks_with_padding_equal_one_device() -> None:
-    cell = Cell(mesh="cp=2", tokens=3, moe=ALL, compile="aot_eager", recompute="full")
+    # A rank has padding alone, which blocks that run again in backward must know too.
+    cell = Cell(mesh="cp=2", tokens=1, moe=ALL, compile="aot_eager", recompute="full")
     for outcome in pool(2).run(run_compiled_cell, cell, timeout_s=240):
         assert max(outcome.loss, outcome.norm, outcome.gradient, outcome.parameter) <= TOL_FP64, outcome
 
