@@ -95,7 +95,6 @@ def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_
         ({"staleness": 0, "correction": "none"}, "needs a --staleness of at least 1"),
         ({"sampler-mesh": "tp=1"}, "has workers that write. Leave --stream and --sampler-mesh out"),
         ({"kl": 0.1, "reference-mesh": "tp=1"}, "has one mesh that learns. Leave --reference-mesh"),
-        ({"routing-replay": "rollout"}, "has workers that send no choices of experts"),
         ({"worker-secret": "nowhere"}, "there is no file nowhere"),
         ({"preset": "DAPO"}, "dynamic sampling (DAPO) asks again within a step"),
     ],
