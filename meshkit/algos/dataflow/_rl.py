@@ -22,7 +22,7 @@ from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
 """fields of the first samples of an iteration: key and row of a `PromptLoader`"""
-WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated", "wrote")
+WRITTEN = ("prompt_ids", "ids", "log_probs", "fingerprint", "text", "truncated", "wrote")
 ROLLOUT = (*PROMPTED, *WRITTEN)
 
 
@@ -63,8 +63,8 @@ def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
             (prompt,) = encode_prompts([(sample["key"], row)], tokenizer)
             text = row.fields["completion"]
             ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
-            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False, "wrote": None}
-            found.append({**sample, "prompt_ids": prompt.ids, **answer})
+            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
+            found.append({**sample, "prompt_ids": prompt.ids, **answer, "fingerprint": None, "wrote": None})
         return found
 
     return Call(name="read", on=on, function=read, needs=PROMPTED, gives=WRITTEN)

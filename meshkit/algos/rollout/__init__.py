@@ -6,7 +6,6 @@ from ._balanced import balance_examples as balance_examples
 from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling
-from ._fingerprints import top_entries as top_entries
 from ._generate import generate as generate
 from ._generation import Generation as Generation
 from ._generation import has_paged_cache as has_paged_cache
@@ -20,9 +19,11 @@ from ._token_values import label_log_probs as label_log_probs
 from ._token_values import learnt as learnt
 from ._token_values import model_logits as model_logits
 from ._token_values import token_values as token_values
-from ._verify import BOUNDS as BOUNDS
+from ._verify import BOUNDS_16_BITS as BOUNDS_16_BITS
+from ._verify import BOUNDS_WIDE as BOUNDS_WIDE
 from ._verify import FingerprintBounds as FingerprintBounds
 from ._verify import Verdict as Verdict
 from ._verify import fingerprint_rollouts as fingerprint_rollouts
+from ._verify import honest_bounds as honest_bounds
 from ._verify import verify_rollouts as verify_rollouts
 from ._vllm import VllmEngine as VllmEngine

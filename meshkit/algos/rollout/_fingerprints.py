@@ -4,7 +4,7 @@ Whoever has the weights computes them again from the tokens, in one forward; who
 A fingerprint is one array of bytes: for each chunk, in order, 5 bytes for each of its k entries (`ENTRY`), the largest first.
 A chunk is up to 32 tokens that follow each other, that the policy wrote, and that weights of one version wrote; its entries
 are the k = min(128, tokens * C) largest by magnitude of the hidden states that predicted them, the input of the head, in
-bf16. So a whole chunk takes 640 bytes, 20 for each token.
+bf16; of equal ones those of the first feature, then of the first token. So a whole chunk takes 640 bytes, 20 for each token.
 
 Dims: B rows, T tokens, N tokens of an answer, C features, K = min(128, C) entries of a token, k of a chunk.
 Source: Ong et al. 2025 (2501.16007), algorithm 1; they send a polynomial through the entries, 258 bytes a chunk.
