@@ -276,7 +276,7 @@ CHANGES: dict[str, Change] = {
     "bf16": cast(torch.bfloat16),
     "fp32": cast(torch.float32),
     **{f"int{bits}": rounded(bits) for bits in (8, 4)},
-    **{f"{rate:.0e}": moved(rate) for rate in (1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6)},
+    **{f"{rate:.0e}": moved(rate) for rate in (1e-2, 1e-3, 3e-4, 1e-4, 1e-5)},
 }
 
 
@@ -305,8 +305,8 @@ FOUND = {
     ("float32", "bf16"): {"mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high"},
     ("float32", "int8"): {"mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high"},
     ("bfloat16", "drawn"): {"exponents", "mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high"},
-    ("bfloat16", "int4"): {"exponents", "mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high"},
-    ("bfloat16", "1e-02"): {"mantissa_mean", "mantissa_median", "log_prob_median"},
+    ("bfloat16", "int4"): {"exponents", "mantissa_mean", "mantissa_median", "log_prob_high"},
+    ("bfloat16", "1e-02"): {"mantissa_mean", "mantissa_median"},
 }
 
 
@@ -343,10 +343,10 @@ def with_own_bounds(names: list[str]) -> dict[str, list[bool]]:
 
 
 def test_bounds_of_ones_own_model_find_smaller_changes_in_bf16() -> None:
-    (found,) = pool(1).run(with_own_bounds, ["none", "1e-03", "3e-03", "1e-02", "int8", "fp32"])
+    (found,) = pool(1).run(with_own_bounds, ["none", "1e-04", "3e-04", "1e-03", "int8"])
     print({name: sum(passed) / len(passed) for name, passed in found.items()})
     assert all(found["none"])
-    assert not any(found["1e-02"]) and not any(found["3e-03"])
+    assert not any(found["1e-03"]) and not any(found["int8"])
 
 
 # ------------------------------------------------------------------------------------- versions
@@ -372,7 +372,7 @@ def of_versions(cell: Cell) -> dict[str, list[Any]]:
     step(writer)
     generation.take_weights(1)
     rollouts += generation.advance()
-    said = {}
+    said: dict[str, list[Any]] = {}
     for version, run in ((0, older), (1, newer)):
         verdicts = verify(run, rollouts, version=version)
         said[f"by {version}"] = [
@@ -522,6 +522,11 @@ def damaged(rollout: Rollout) -> dict[str, Rollout]:
     }
 
 
+def bytes_of(rollout: Rollout) -> Any:
+    assert rollout.fingerprint is not None
+    return rollout.fingerprint.tobytes()
+
+
 def read_damaged(spec: str) -> list[tuple[list[tuple[str, ...]], list[bool]]]:
     """((what should be said, check, what is said) of damaged ones, which of the others pass) of three calls: of all rollouts,
     of damaged ones alone, and of none.
@@ -529,9 +534,7 @@ def read_damaged(spec: str) -> list[tuple[list[tuple[str, ...]], list[bool]]]:
     run = start(replace(PLAIN, mesh=spec, dtype="float32"))
     rollouts = write(run)
     cases = damaged(max(rollouts, key=lambda each: len(each.ids))) if run.mesh.data_rank == 0 else {}
-    others = [
-        replace(each, ids=each.ids.astype(np.uint64), fingerprint=each.fingerprint.tobytes()) for each in rollouts
-    ]
+    others = [replace(each, ids=each.ids.astype(np.uint64), fingerprint=bytes_of(each)) for each in rollouts]
     calls: list[tuple[list[Rollout], list[Rollout]]] = [
         (list(cases.values()), [*rollouts, *others]),
         (list(cases.values()), []),
