@@ -6,7 +6,8 @@ A small byte-level Llama learns this repository's pages for some hundred steps, 
 a trained model's. It then writes answers to beginnings of these pages, and so do models that are a little other: an update
 older or newer at several learning rates, with weights rounded to int8 or int4, in another dtype, of other random numbers.
 A trainer with the right weights verifies all of them. Honest answers are also those of deep models that learnt nothing, since
-rounding grows with depth. Reported are the median and the worst rollout of each number, and the share that is found.
+rounding grows with depth. Reported are the least, the median and the most of each number, and the share of rollouts that is
+found: by the bounds of the dtype, and by those that twice as much as other honest rollouts of the same model gives.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from rows import environment
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.rollout import Prompt, Rollout, Sampling, Verdict, generate, verify_rollouts
+from meshkit.algos.rollout import (
+    FingerprintBounds,
+    Prompt,
+    Rollout,
+    Sampling,
+    Verdict,
+    generate,
+    honest_bounds,
+    verify_rollouts,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "fingerprints.jsonl"
@@ -93,15 +103,17 @@ def run_of(model: nn.Module, dtype: torch.dtype) -> mk.Run:
     return mk.parallelize(copy.deepcopy(model).to(dtype), mk.init_mesh(), plan=mk.models.LLAMA_PLAN)
 
 
-def answers(model: nn.Module, dtype: torch.dtype, prompts: list[Prompt], tokens: int) -> list[Rollout]:
+def answers(model: nn.Module, dtype: torch.dtype, prompts: list[Prompt], tokens: int, seed: int = 1) -> list[Rollout]:
     run = run_of(model, dtype)
-    return generate(run, prompts, sampling=Sampling(max_new_tokens=tokens), samples=2, seed=1, fingerprints=True)
+    return generate(run, prompts, sampling=Sampling(max_new_tokens=tokens), samples=2, seed=seed, fingerprints=True)
 
 
-def told(verdicts: list[Verdict]) -> dict[str, Any]:
+def told(verdicts: list[Verdict], own: FingerprintBounds) -> dict[str, Any]:
     values = {name: [getattr(each, name) for each in verdicts] for name in NUMBERS}
     return {
         "found": sum(not each.ok for each in verdicts) / len(verdicts),
+        "found_by_own": sum(any(getattr(each, n) > getattr(own, n) for n in NUMBERS) for each in verdicts)
+        / len(verdicts),
         "median": {name: float(np.median(each)) for name, each in values.items()},
         "worst": {name: float(np.max(each)) for name, each in values.items()},
         "least": {name: float(np.min(each)) for name, each in values.items()},
@@ -133,33 +145,37 @@ def main(settings: Settings) -> None:
             group["lr"] = rate
         update(apart, own, next(rows))
     others["random weights"] = mk.init_weights(mk.models.Llama(config(4, 128)), seed=1)
+    deep = {layers: mk.init_weights(mk.models.Llama(config(layers, 256)), seed=2) for layers in settings.depths}
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        trainer = run_of(model, dtype)
-        kinds = [(name, other, dtype) for name, other in others.items()]
-        kinds.append(("fp32" if dtype == torch.bfloat16 else "bf16", model, others_dtype(dtype)))
-        for name, other, wrote_in in kinds:
-            wrote = answers(other, wrote_in, prompts, settings.tokens)
+        unlike = torch.bfloat16 if dtype == torch.float32 else torch.float32
+        kinds: list[tuple[str, nn.Module, torch.dtype, nn.Module]] = [
+            (name, other, dtype, model) for name, other in others.items()
+        ]
+        kinds.append((f"written in {name_of(unlike)}", model, unlike, model))
+        kinds += [(f"honest, {layers} layers", other, dtype, other) for layers, other in deep.items()]
+        bounds: dict[nn.Module, FingerprintBounds] = {}
+        for name, writer, wrote_in, right in kinds:
+            trainer = run_of(right, dtype)
+            if right not in bounds:
+                honest = answers(right, dtype, prompts, settings.tokens, seed=2)
+                bounds[right] = honest_bounds(verify_rollouts(trainer, honest, tokens_per_microbatch=1024))
+            wrote = answers(writer, wrote_in, prompts, settings.tokens)
             verdicts = verify_rollouts(trainer, wrote, tokens_per_microbatch=1024)
-            found.append({"what": name, "dtype": str(dtype).split(".")[1], **told(verdicts)})
-        for layers in settings.depths:
-            deep = mk.init_weights(mk.models.Llama(config(layers, 256)), seed=2)
-            wrote = answers(deep, dtype, prompts, settings.tokens)
-            verdicts = verify_rollouts(run_of(deep, dtype), wrote, tokens_per_microbatch=1024)
-            found.append({"what": f"honest, {layers} layers", "dtype": str(dtype).split(".")[1], **told(verdicts)})
-    table = Table("dtype", "what", "found", *NUMBERS)
+            found.append({"what": name, "dtype": name_of(dtype), **told(verdicts, bounds[right])})
+    table = Table("dtype", "what", "found", "by own bounds", *NUMBERS)
     for row in found:
         numbers = [f"{row['least'][name]:.2g} {row['median'][name]:.2g} {row['worst'][name]:.2g}" for name in NUMBERS]
-        table.add_row(row["dtype"], row["what"], f"{row['found']:.0%}", *numbers)
-    Console(width=180).print(table)
+        table.add_row(row["dtype"], row["what"], f"{row['found']:.0%}", f"{row['found_by_own']:.0%}", *numbers)
+    Console(width=190).print(table)
     if settings.record:
         with RESULTS.open("a") as file:
             for row in found:
                 file.write(json.dumps({**environment(), "name": "fingerprints", **asdict(settings), **row}) + "\n")
 
 
-def others_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.float32 else torch.float32
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":
