@@ -40,11 +40,12 @@ def top_entries(hidden: Tensor) -> Tensor:
     A code is the sign, 15 bits of magnitude as bf16, and 65535 - feature: of equal magnitudes the first feature comes first,
     so that ranks with equal hidden states choose the same.
     """
-    features = torch.arange(hidden.shape[-1], device=hidden.device)
-    bits = hidden.to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
-    kept = ((bits & MAGNITUDE) << 16 | (LAST_FEATURE - features)).topk(min(CHUNK_ENTRIES, len(features))).values
-    signs = bits.gather(-1, LAST_FEATURE - (kept & LAST_FEATURE)) >> 15
-    return signs << 31 | kept
+    features = torch.arange(hidden.shape[-1], device=hidden.device, dtype=torch.int32)
+    bits = hidden.to(torch.bfloat16).view(torch.int16)
+    ranks = (bits & MAGNITUDE).int() << 16 | (LAST_FEATURE - features)
+    kept = ranks.topk(min(CHUNK_ENTRIES, len(features))).values.long()
+    negative = bits.gather(-1, LAST_FEATURE - (kept & LAST_FEATURE)) < 0
+    return negative.long() << 31 | kept
 
 
 def entries_of(codes_NK: np.ndarray) -> np.ndarray:

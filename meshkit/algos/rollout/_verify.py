@@ -129,7 +129,8 @@ def verify_rollouts(
     written the tokens. Who computes both so is not found.
     Every rank of the mesh must call it; the verdicts are the same on all ranks of a data rank, and on every mesh up to
     rounding.
-    Wire: that of `example_values`, K + 1 numbers a token; an all-reduce in which ranks agree on the call.
+    Memory: up to 129 numbers of 8 bytes for each token of this data rank. Wire: that of `example_values`, as many a token; an
+    all-reduce in which ranks agree on the call.
     Raises: PlanError for a model without a head, AgreementError for ranks that ask for different things.
     Source: Ong et al. 2025 (2501.16007), algorithm 2.
     """

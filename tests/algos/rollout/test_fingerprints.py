@@ -29,7 +29,7 @@ from meshkit.algos.rollout import (
     honest_bounds,
     verify_rollouts,
 )
-from meshkit.algos.rollout._fingerprints import CHUNK_TOKENS, ENTRY, chunks_of
+from meshkit.algos.rollout._fingerprints import CHUNK_TOKENS, ENTRY, chunks_of, entries_of, top_entries
 from meshkit.errors import DataError, PlanError
 from tests.algos.environments.test_play import Echo, ids_of
 from tests.algos.rollout.test_generate import EXPERTS, PLAIN, PROMPTS, VOCABULARY
@@ -105,17 +105,18 @@ def closed_form(model: nn.Module, rollout: Rollout) -> list[set[tuple[int, int, 
         model(torch.from_numpy(rollout.tokens).unsqueeze(0))
     handle.remove()
     first, count = len(rollout.prompt_ids) - 1, len(rollout.ids)
-    chunks = []
-    for begin in range(0, count, CHUNK_TOKENS):
-        states = seen[0][first + begin : first + min(begin + CHUNK_TOKENS, count)].to(torch.bfloat16)
-        flat = [
-            (-abs(float(value)), feature, token)
-            for token, row in enumerate(states)
-            for feature, value in enumerate(row)
-        ]
-        bits = states.view(torch.int16).numpy().view(np.uint16)
-        chunks.append({(token, feature, int(bits[token, feature])) for _, feature, token in sorted(flat)[:128]})
-    return chunks
+    begins = range(0, count, CHUNK_TOKENS)
+    return [largest(seen[0][first + begin : first + min(begin + CHUNK_TOKENS, count)]) for begin in begins]
+
+
+def largest(hidden_TC: torch.Tensor) -> set[tuple[int, int, int]]:
+    """The 128 largest entries, by a full sort."""
+    states = hidden_TC.to(torch.bfloat16)
+    bits = states.view(torch.int16).numpy().view(np.uint16)
+    flat = [
+        (-abs(float(value)), feature, token) for token, row in enumerate(states) for feature, value in enumerate(row)
+    ]
+    return {(token, feature, int(bits[token, feature])) for _, feature, token in sorted(flat)[:128]}
 
 
 def with_closed_form(cell: Cell) -> list[tuple[list[set[tuple[int, int, int]]], list[set[tuple[int, int, int]]]]]:
@@ -138,6 +139,18 @@ def test_fingerprints_are_the_largest_entries_of_a_plain_forward_on_every_mesh(w
             assert found == expected  # in fp64, so that no rounding to bf16 goes the other way
             lengths.add(len(found))
     assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_of_more_features_than_entries_the_largest_are_kept_of_either_sign_and_of_equal_ones_the_first(
+    tokens: int,
+) -> None:
+    hidden = torch.randn(tokens, 300, generator=torch.Generator().manual_seed(0)).mul(20).round() / 20
+    codes = top_entries(hidden)
+    assert codes.shape == (tokens, 128)
+    found = {tuple(map(int, each)) for each in entries_of(codes.numpy())}
+    assert found == largest(hidden)
+    assert {value >> 15 for *_, value in found} == {0, 1}
 
 
 def test_a_chunk_is_of_one_version_and_of_tokens_that_follow_each_other() -> None:
