@@ -26,17 +26,19 @@ def generation_call(
     tokens: int = 8,
     cache: CachePolicy | None = None,
     routing: bool = False,
+    fingerprints: bool = False,
 ) -> StreamCall:
     """The call that writes `samples` rollouts of each prompt, with the `versions` of the weights by token.
 
     run: None on ranks outside of its mesh. tokens: between two looks at what training does; weights may arrive there.
     cache: its `max_sequences` is how many answers a data rank writes at the same time; a prompt begins when there is room
-    for all its answers, so by the newest weights. routing: see `generate`. Wire: that of `Generation`.
+    for all its answers, so by the newest weights. routing, fingerprints: see `generate`. Wire: that of `Generation`.
     """
     writer = None
     if run is not None:
         policy = cache or CachePolicy()
-        generation = Generation(run, sampling=sampling, decode=tokenizer.decode, cache=policy, routing=routing)
+        options: dict[str, Any] = {"decode": tokenizer.decode, "cache": policy}
+        generation = Generation(run, sampling=sampling, routing=routing, fingerprints=fingerprints, **options)
         writer = GenerationWriter(generation, tokenizer, samples, seed, tokens, policy.max_sequences)
     return StreamCall(name="write", on=on, writer=writer, needs=PROMPTED, gives=STREAMED)
 

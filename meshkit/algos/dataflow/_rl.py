@@ -22,7 +22,7 @@ from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
 """fields of the first samples of an iteration: key and row of a `PromptLoader`"""
-WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated", "wrote", "routing")
+WRITTEN = ("prompt_ids", "ids", "log_probs", "fingerprint", "text", "truncated", "wrote", "routing")
 ROLLOUT = (*PROMPTED, *WRITTEN)
 
 
@@ -63,14 +63,8 @@ def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
             (prompt,) = encode_prompts([(sample["key"], row)], tokenizer)
             text = row.fields["completion"]
             ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
-            answer = {
-                "ids": ids,
-                "log_probs": np.zeros(len(ids)),
-                "text": text,
-                "truncated": False,
-                "wrote": None,
-                "routing": None,
-            }
+            answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
+            answer |= {"fingerprint": None, "wrote": None, "routing": None}
             found.append({**sample, "prompt_ids": prompt.ids, **answer})
         return found
 

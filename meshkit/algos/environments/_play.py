@@ -163,6 +163,7 @@ class _Episode:
     ids: list[np.ndarray] = field(default_factory=list)
     log_probs: list[np.ndarray] = field(default_factory=list)
     wrote: list[np.ndarray] = field(default_factory=list)
+    fingerprints: list[np.ndarray] = field(default_factory=list)  # of each turn, if the engine gives them
     rewards: list[np.ndarray] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     future: Future[Stepped] | None = None
@@ -187,6 +188,7 @@ class _Episode:
         assert answer.log_probs is not None
         self.turns += 1
         self._append(answer.ids, answer.log_probs, wrote=True)
+        self.fingerprints += [] if answer.fingerprint is None else [answer.fingerprint]
         self.texts.append(answer.text)
 
     def hear(self, outcome: Outcome, player: Player, sampling: Sampling) -> None:
@@ -232,6 +234,8 @@ class _Episode:
             ids=np.concatenate([np.zeros(0, np.int64), *self.ids]),
             log_probs=np.concatenate(self.log_probs) if self.log_probs else np.zeros(0),
             wrote=np.concatenate([np.zeros(0, bool), *self.wrote]),
+            # Something is read between two turns, so chunks of one do not go on in the next.
+            fingerprint=np.concatenate(self.fingerprints) if self.fingerprints else None,
             reward=np.concatenate([np.zeros(0), *self.rewards]),
             text="".join(self.texts),
             key=self.prompt.key,

@@ -21,4 +21,11 @@ from ._token_values import label_log_probs as label_log_probs
 from ._token_values import learnt as learnt
 from ._token_values import model_logits as model_logits
 from ._token_values import token_values as token_values
+from ._verify import BOUNDS_16_BITS as BOUNDS_16_BITS
+from ._verify import BOUNDS_WIDE as BOUNDS_WIDE
+from ._verify import FingerprintBounds as FingerprintBounds
+from ._verify import Verdict as Verdict
+from ._verify import fingerprint_rollouts as fingerprint_rollouts
+from ._verify import honest_bounds as honest_bounds
+from ._verify import verify_rollouts as verify_rollouts
 from ._vllm import VllmEngine as VllmEngine

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.algos.rollout._engine import Reason, Sampling, Stopping
+from meshkit.algos.rollout._fingerprints import CHUNK_ENTRIES, GrowingFingerprint
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.algos.rollout._sampler import choose, streams
 from meshkit.loss.vocab_parallel import wide_dtype
@@ -22,7 +23,8 @@ class Answer:
     """All that an answer needs to go on: what is in a cache can be computed again from it.
 
     number: its place in the order of all answers. stream: of its random numbers. ids, log_probs, versions: of its tokens so
-    far. reason: why it has ended, if it has. routing: see `Rollout`, once it has ended.
+    far, as is fingerprint, if one is asked for. reason: why it has ended, if it has. routing: see `Rollout`, once it has
+    ended.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Answer:
     versions: list[int] = field(default_factory=list)
     reason: Reason | None = None
     routing: np.ndarray | None = None
+    fingerprint: GrowingFingerprint | None = None
 
     def forget(self) -> None:
         """As before its first token."""
@@ -100,10 +103,7 @@ def draw_tokens(
         positions = torch.tensor([len(answer.ids) for answer in answers], device=mesh.device)
         drawn[0], drawn[1] = choose(logits, rows, streams(base, positions), sampling)
     # One rank decides for all: the last bits of logits may differ between ranks, and another token would be drawn.
-    last_stage = 0 if run.pipeline is None else run.pipeline.cut.ends[1]
-    for axis, decider in (("tp", 0), ("cp", 0), ("pp", last_stage)):
-        if mesh[axis].size() == 1:
-            continue
+    for axis, decider in deciders(run):
         if axis == "cp" and held is not None:
             dist.all_reduce(drawn.masked_fill_(~held[rows], 0.0), group=mesh[axis].get_group())
         else:
@@ -112,6 +112,30 @@ def draw_tokens(
         answer.ids.append(int(id))
         answer.log_probs.append(log_prob)
         answer.versions.append(version)
+
+
+def add_entries(run: Run, codes_BK: Tensor | None, rows: Tensor, answers: Sequence[Answer], *, features: int) -> None:
+    """Append the token just drawn to each answer's fingerprint, the same on all ranks of a data rank.
+
+    codes_BK: `top_entries` of the hidden states that gave the logits; None on stages of pp but the last. rows: [N], the one
+    that each answer read. Wire: 8 bytes for each of K codes of a draw over tp, cp and pp.
+    """
+    mesh = run.mesh
+    codes = torch.zeros(len(answers), min(CHUNK_ENTRIES, features), dtype=torch.int64, device=mesh.device)
+    if codes_BK is not None:
+        codes.copy_(codes_BK[rows])
+    for axis, decider in deciders(run):
+        dist.broadcast(codes, group=mesh[axis].get_group(), group_src=decider)
+    for answer, of_token in zip(answers, codes.cpu().numpy(), strict=True):
+        answer.fingerprint = answer.fingerprint or GrowingFingerprint()
+        answer.fingerprint.add(of_token, answer.versions[-1])
+
+
+def deciders(run: Run) -> list[tuple[str, int]]:
+    """Axes of more than one rank whose ranks have the same answers, and the rank of each that decides for all."""
+    last_stage = 0 if run.pipeline is None else run.pipeline.cut.ends[1]
+    axes = (("tp", 0), ("cp", 0), ("pp", last_stage))
+    return [(axis, decider) for axis, decider in axes if run.mesh[axis].size() > 1]
 
 
 def rollouts_of(run: Run, ended: Sequence[Answer], stopping: Stopping) -> list[Rollout]:
@@ -126,6 +150,7 @@ def rollouts_of(run: Run, ended: Sequence[Answer], stopping: Stopping) -> list[R
             ids=np.array(answer.ids, np.int64),
             log_probs=np.array(answer.log_probs, wide),
             versions=np.array(answer.versions, np.int64),
+            fingerprint=None if answer.fingerprint is None else answer.fingerprint.data,
             text=stopping.text(answer.ids),
             key=answer.prompt.key,
             fields=answer.prompt.fields,

@@ -17,6 +17,7 @@ from meshkit.algos.rollout._answers import Answer, rollouts_of
 from meshkit.algos.rollout._batches import RowsWriter
 from meshkit.algos.rollout._cache import CachePolicy
 from meshkit.algos.rollout._engine import Sampling, Stopping, refuse_odd_calls
+from meshkit.algos.rollout._fingerprints import GrowingFingerprint
 from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._paged_writer import PagedWriter
 from meshkit.algos.rollout._rollout import Prompt, Rollout
@@ -50,9 +51,9 @@ class Writer(Protocol):
 class Generation:
     """Answers that grow by some tokens at each `advance`, between which new weights and new prompts may come.
 
-    version: of the weights; each token is tagged with it (`Rollout.versions`). decode, cache, routing: see `generate`, also
-    for who has which prompts, for the wire, and for models without a paged cache, which check the answers of each call of
-    `advance`.
+    version: of the weights; each token is tagged with it (`Rollout.versions`). decode, cache, routing, fingerprints: see
+    `generate`, also for who has which prompts, for the wire, and for models without a paged cache, which check the answers of
+    each call of `advance`.
     Every rank of the mesh makes it, and makes the same calls. What is held between calls is on the host, but for the caches.
     Source: partial rollouts as of Kimi k1.5 2025 (2501.12599); weights that arrive between tokens as of AReaL 2025
     (2505.24298), which computes caches again as this does, and PipelineRL 2025 (2509.19128), which keeps them.
@@ -67,8 +68,9 @@ class Generation:
         cache: CachePolicy | KeptCache | None = None,
         version: int = 0,
         routing: bool = False,
+        fingerprints: bool = False,
     ) -> None:
-        self.version = version
+        self.version, self._fingerprints = version, fingerprints
         self._kept = cache if isinstance(cache, KeptCache) else None
         own = cache if isinstance(cache, KeptCache) else KeptCache(cache)
         self._run, self._sampling, self._policy = run, sampling, own.policy
@@ -79,11 +81,24 @@ class Generation:
         self._any_open = False
         self._writer: PagedWriter | RowsWriter | None = None
         if has_paged_cache(run):
-            self._writer = PagedWriter(run, sampling, self._stopping, own, kept=self._kept is not None, routing=routing)
+            self._writer = PagedWriter(
+                run,
+                sampling,
+                self._stopping,
+                own,
+                kept=self._kept is not None,
+                routing=routing,
+                fingerprints=fingerprints,
+            )
         elif routing:
             raise PlanError(
                 f"generate(routing=True): {type(run.full_model).__name__} does not attend by a `mask`, and the choices of "
                 "routers are kept beside a paged cache. Leave it away (--routing-replay none)."
+            )
+        elif fingerprints:
+            raise PlanError(
+                f"generate(fingerprints=True): {type(run.full_model).__name__} does not attend by a `mask`, and no hidden "
+                "states are read from forwards over its own cache. Give its rollouts theirs by fingerprint_rollouts()."
             )
         elif self._kept is not None:
             raise PlanError(
@@ -108,10 +123,11 @@ class Generation:
         Raises: as `generate`.
         """
         choices = {"seed": seed, "samples": samples, "sampling": self._sampling, "cache": self._policy}
+        choices["fingerprints"] = self._fingerprints
         self._run.mesh.agreement.meet(
             "generate", facts=choices, rows={"prompts": [(each.key, each.ids.tolist()) for each in prompts]}
         )
-        refuse_odd_calls("generate", prompts, samples, _vocabulary(self._run))
+        refuse_odd_calls("generate", prompts, samples, vocabulary_of(self._run))
         self._begin(
             prompts,
             [
@@ -170,13 +186,17 @@ class Generation:
                 "ids": torch.tensor(answer.ids, dtype=torch.int64),
                 "log_probs": torch.tensor(answer.log_probs, dtype=torch.float64),
                 "versions": torch.tensor(answer.versions, dtype=torch.int64),
+                **({} if answer.fingerprint is None else answer.fingerprint.state_dict()),
             }
             for answer in self._open
         ]
         return {"version": self.version, "answers": answers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with answers of a `state_dict`, after those that are there. Every rank calls it, also without answers."""
+        """Go on with answers of a `state_dict`, after those that are there. Every rank calls it, also without answers.
+
+        Raises: DataError for answers without fingerprints, where they are asked for.
+        """
         self.version = state["version"]
         prompts: dict[int, Prompt] = {}
         answers = []
@@ -184,8 +204,11 @@ class Generation:
             prompt = Prompt(ids=each["prompt_ids"].numpy(), key=each["key"], fields=each["fields"])
             prompt = prompts.setdefault(each["key"], prompt)
             written = (each["ids"].tolist(), each["log_probs"].tolist(), each["versions"].tolist())
-            answers.append(Answer(number, prompt, each["sample"], each["stream"], *written))
-        refuse_odd_calls("generate", list(prompts.values()), 1, _vocabulary(self._run))
+            fingerprint = None
+            if self._fingerprints and written[0]:
+                fingerprint = GrowingFingerprint.of_state(each, written[2][-1])
+            answers.append(Answer(number, prompt, each["sample"], each["stream"], *written, fingerprint=fingerprint))
+        refuse_odd_calls("generate", list(prompts.values()), 1, vocabulary_of(self._run))
         self._begin(list(prompts.values()), answers)
 
     # -------------------------------------------------------------------------------------------------- steps
@@ -193,7 +216,7 @@ class Generation:
     def _begin(self, prompts: Sequence[Prompt], answers: list[Answer]) -> None:
         if self._writer is None:
             with self._inference():
-                rows = rows_of(self._run, prompts, _vocabulary(self._run))
+                rows = rows_of(self._run, prompts, vocabulary_of(self._run))
             self._writer = RowsWriter(self._run, self._sampling, self._stopping, self._policy, rows)
         self._writer.add(answers)
         self._open += answers
@@ -266,7 +289,7 @@ def _forwards_wait(run: Run, cache: CachePolicy) -> bool:
     return run.mesh.tokens.size() > 1 and (experts or not cache.keep_parameters)
 
 
-def _vocabulary(run: Run) -> int:
+def vocabulary_of(run: Run) -> int:
     """The number of ids that the model takes, or has logits of."""
     model = run.resolved.program.model
     if isinstance(embedding := _input_embedding(model), nn.Embedding):

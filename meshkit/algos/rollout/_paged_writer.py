@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshkit.algos.rollout._answers import Answer, draw_tokens
+from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens
 from meshkit.algos.rollout._batch import row_of
 from meshkit.algos.rollout._engine import Sampling, Stopping
+from meshkit.algos.rollout._fingerprints import features_of, top_entries
 from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._routing import stacked, summed
 from meshkit.algos.rollout._scheduler import Growing, Scheduler
@@ -27,11 +28,20 @@ from meshkit.step import Run
 class PagedWriter:
     """Writes answers a token at a time; see `Writer`. kept: finds what is in `cache` by its tokens.
 
-    routing: record the experts that tokens chose, for answers that end. Raises: PlanError, as `open_routers`, with it.
+    routing: record the experts that tokens chose, for answers that end. fingerprints: of the hidden states that the head
+    reads in these forwards. Raises: PlanError, as `open_routers`, with routing.
     """
 
     def __init__(
-        self, run: Run, sampling: Sampling, stopping: Stopping, cache: KeptCache, *, kept: bool, routing: bool
+        self,
+        run: Run,
+        sampling: Sampling,
+        stopping: Stopping,
+        cache: KeptCache,
+        *,
+        kept: bool,
+        routing: bool = False,
+        fingerprints: bool = False,
     ) -> None:
         self._run, self._sampling, self._stopping = run, sampling, stopping
         self._kept, self._cache = cache, cache.store
@@ -44,6 +54,8 @@ class PagedWriter:
             self._cache.choices = torch.zeros(shape, dtype=torch.int16, device=run.mesh.device)
         elif not routing:
             self._cache.choices = None  # of slots that others are written to now
+        self._features = features_of(run, asked="generate(fingerprints=True)") if fingerprints else None
+        self._codes: Tensor | None = None
 
     @property
     def done(self) -> bool:
@@ -76,6 +88,8 @@ class PagedWriter:
             return []
         answers = [sequence.answer for sequence in draws]
         draw_tokens(run, logits, row.rows, answers, self._sampling, version=version)
+        if self._features is not None:
+            add_entries(run, self._codes, row.rows, answers, features=self._features)
         for answer in answers:
             answer.reason = self._stopping.reason(answer.ids)
         ended = [sequence for sequence in draws if sequence.answer.reason is not None]
@@ -105,9 +119,14 @@ class PagedWriter:
         if not isinstance(module, nn.Linear):  # the head is on another stage of pp
             yield
             return
-        handle = module.register_forward_pre_hook(
-            lambda module, args: (args[0].index_select(1, self._logit_tokens), *args[1:])
-        )
+
+        def select(module: nn.Module, args: Any) -> Any:
+            hidden = args[0].index_select(1, self._logit_tokens)
+            if self._features is not None:
+                self._codes = top_entries(hidden[0])
+            return hidden, *args[1:]
+
+        handle = module.register_forward_pre_hook(select)
         try:
             yield
         finally:

@@ -87,6 +87,8 @@ class Rollout:
     training computes it; for temperature 0, that of temperature 1"""
     versions: np.ndarray | None = None
     """[N] int64, of the weights that wrote each token: how many updates they had"""
+    fingerprint: np.ndarray | None = None
+    """uint8, of the hidden states that wrote it, for `verify_rollouts`; its bytes are in `_fingerprints`"""
     text: str = ""
     """without the id that ended it"""
     key: int = 0
