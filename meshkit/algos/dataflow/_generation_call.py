@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshkit.algos.dataflow._call import SOURCE, Sample, to_arrays, to_tensors
-from meshkit.algos.dataflow._rl import PROMPTED, WRITTEN
+from meshkit.algos.dataflow._rl import PROMPTED, SIGNED
 from meshkit.algos.dataflow._stream_call import StreamCall
 from meshkit.algos.rollout import CachePolicy, Generation, Sampling, encode_prompts
 from meshkit.data import Record, Tokenizer
 from meshkit.step import Run
 
-STREAMED = (*WRITTEN, "versions")
+STREAMED = (*SIGNED, "versions")
 
 
 def generation_call(

@@ -22,13 +22,15 @@ from meshkit.step import Run
 
 PROMPTED = ("key", "fields")
 """fields of the first samples of an iteration: key and row of a `PromptLoader`"""
-WRITTEN = ("prompt_ids", "ids", "log_probs", "fingerprint", "text", "truncated", "wrote", "routing")
+WRITTEN = ("prompt_ids", "ids", "log_probs", "text", "truncated", "wrote", "routing")
 ROLLOUT = (*PROMPTED, *WRITTEN)
+SIGNED = (*WRITTEN, "fingerprint")
+"""of engines that write fingerprints; None of others. No call needs it but one of `verify_rollouts`."""
 
 
 def rollout_of(sample: Sample, values: Sequence[str] = ()) -> Rollout:
     """The sample's rollout, with its reward if it has one. values: names of `log_prob_call`s, whose numbers it gets too."""
-    given = {name: sample[name] for name in (*ROLLOUT, "reward", "versions") if name in sample}
+    given = {name: sample[name] for name in (*ROLLOUT, "reward", "versions", "fingerprint") if name in sample}
     return Rollout(**given, values={name: sample[name] for name in values})
 
 
@@ -48,9 +50,9 @@ def rollout_call(
         rows = [(key, Record(fields=sample["fields"], source=f"prompt {key}")) for key, sample in by_key.items()]
         prompts = encode_prompts(rows, tokenizer)
         rollouts = engine(prompts, sampling=sampling, samples=samples, seed=seed, decode=tokenizer.decode)
-        return [{**by_key[each.key], **{name: getattr(each, name) for name in WRITTEN}} for each in rollouts]
+        return [{**by_key[each.key], **{name: getattr(each, name) for name in SIGNED}} for each in rollouts]
 
-    return Call(name="write", on=on, function=write, needs=PROMPTED, gives=WRITTEN)
+    return Call(name="write", on=on, function=write, needs=PROMPTED, gives=SIGNED)
 
 
 def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
@@ -64,7 +66,7 @@ def completion_call(tokenizer: Tokenizer, *, on: str) -> Call:
             text = row.fields["completion"]
             ids = np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int64)
             answer = {"ids": ids, "log_probs": np.zeros(len(ids)), "text": text, "truncated": False}
-            answer |= {"fingerprint": None, "wrote": None, "routing": None}
+            answer |= {"wrote": None, "routing": None}
             found.append({**sample, "prompt_ids": prompt.ids, **answer})
         return found
 

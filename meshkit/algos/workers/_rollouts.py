@@ -68,7 +68,6 @@ def read_answers(
                 "truncated": ends[-1] == "length",
                 "wrote": None,
                 "routing": None,
-                "fingerprint": None,
             }
         )
     return made

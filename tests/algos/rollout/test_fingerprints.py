@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import meshkit as mk
+from meshkit.algos.dataflow import generation_call, rollout_of
 from meshkit.algos.environments import Player
 from meshkit.algos.rollout import (
     BOUNDS_16_BITS,
@@ -235,6 +238,36 @@ def test_episodes_of_several_turns_have_the_fingerprints_of_all_of_them() -> Non
     for episodes in pool(2).run(conversed):
         assert {why for _, why in episodes} == {""}
         assert max(turns for turns, _ in episodes) > 2
+
+
+def streamed(spec: str) -> tuple[list[bool], int]:
+    """(what passes of a stream's samples, how many) of which some were in a checkpoint."""
+    run = start(replace(PLAIN, mesh=spec))
+    tokenizer: Any = SimpleNamespace(vocab_size=VOCABULARY, bos_id=None, encode=ids_of, decode=str)
+    options: dict[str, Any] = {"on": "all", "sampling": SAMPLING, "samples": SAMPLES, "seed": 5, "fingerprints": True}
+    prompts = PROMPTS[run.mesh.data_rank :: run.mesh.data_ranks]
+    begun = [
+        {"source": number, "key": each.key, "fields": {"prompt_ids": each.ids.tolist()}}
+        for number, each in enumerate(prompts)
+    ]
+    writer, other = (generation_call(run, tokenizer, **options).writer for _ in range(2))
+    assert writer is not None and other is not None
+    writer.begin(begun)
+    groups = [*writer.advance(), *writer.advance()]
+    file = BytesIO()
+    torch.save(writer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    while other.busy:
+        groups += other.advance()
+    rollouts = [rollout_of(sample) for group in groups for sample in group]
+    return [each.ok for each in verify(run, rollouts, version=0)], len(prompts)
+
+
+@pytest.mark.parametrize("spec", ["", "tp=2"])
+def test_samples_of_a_stream_keep_their_fingerprints_through_a_checkpoint(spec: str) -> None:
+    for passed, prompts in pool(2 if spec else 1).run(streamed, spec):
+        assert len(passed) == SAMPLES * prompts and all(passed)
 
 
 # ------------------------------------------------------------------------------------- rollouts that are not what they claim
