@@ -25,7 +25,6 @@ from meshkit.core.software import versions
 from meshkit.faults.location import register_modules
 from meshkit.memory.offload import offload_of
 from meshkit.mesh import Mesh
-from meshkit.moe.replay import place_routers
 from meshkit.moving import move as move_run
 from meshkit.parallel.context import context_parallel
 from meshkit.parallel.data import find_units
@@ -101,10 +100,7 @@ def execute(model: nn.Module, mesh: Mesh, resolved: Resolved) -> Run:
         sequence=sequence,
         policy=resolved.strategy.experts,
     )
-    share_counts(model, mesh, sequence=sequence)
-    tp = mesh["tp"]
-    part, parts = (tp.get_local_rank(), tp.size()) if sequence else (0, 1)
-    place_routers(model, program.model, part=part, parts=parts)
+    share_counts(model, mesh, sequence=sequence, full=program.model)
     guards = guards_of(resolved, asked)
     if resolved.cut is not None:
         on_rank = without_values(program.model)

@@ -16,6 +16,7 @@ from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
 from meshkit.moe.aux_loss import Collected, update_bias
 from meshkit.moe.real_tokens import real_tokens
+from meshkit.moe.replay import place_routers
 from meshkit.parallel.expert._apply import in_expert_view
 from meshkit.parallel.expert._dispatch import experts_of
 
@@ -41,8 +42,8 @@ def refuse_sequence_balance(module: nn.Module, *, cp: int) -> None:
             )
 
 
-def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
-    """Let routers balance the tokens of all ranks, in place.
+def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool, full: nn.Module | None = None) -> None:
+    """Let routers balance the tokens of all ranks, in place. full: the model as it was, for places in routing replay.
 
     Routers are modules with `reduce_counts`, as `meshkit.models.Router`: it becomes a sum over ranks. Their `real_tokens`
     tells padding, and their `near` becomes the list of experts on this rank's node.
@@ -53,6 +54,8 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
     """
     refuse_sequence_balance(module, cp=mesh.spec.cp)
     routers: list[Any] = [child for child in module.modules() if hasattr(child, "reduce_counts")]
+    tp = mesh["tp"]
+    part, parts = (tp.get_local_rank(), tp.size()) if sequence else (0, 1)
     for router in routers:
         losses = router.config.losses
         groups = token_groups(mesh, sequence=sequence)
@@ -60,11 +63,11 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool) -> None:
             groups = [mesh["tp"].get_group()] if sequence else []
         router.reduce_counts = torch.compiler.disable(partial(_sum, groups=groups))  # a message, outside of graphs
         if token_groups(mesh, sequence=sequence):
-            tp = mesh["tp"]
-            part, parts = (tp.get_local_rank(), tp.size()) if sequence else (0, 1)
             router.real_tokens = torch.compiler.disable(partial(_real_tokens, part=part, parts=parts))
         # Routing by locality is a choice of the mesh: experts on this node cost no slow link.
         router.near = _near(router.config.experts, mesh)
+    if full is not None:
+        place_routers(module, full, part=part, parts=parts)
 
 
 def _near(experts: int, mesh: Mesh) -> list[bool] | None:
