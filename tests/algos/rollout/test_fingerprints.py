@@ -180,7 +180,7 @@ def test_honest_rollouts_pass_on_every_mesh_whichever_wrote_them(world: int, cel
         verdicts = verdicts_of(ranks, verifier, rollouts, version=0)
         assert [each.why for each in verdicts if not each.ok] == []
         assert all(each.checked.all() for each in verdicts)
-        print(dtype, cell.mesh, ranks, worst(verdicts))  # pytest -s: what BOUNDS_WIDE and BOUNDS_16_BITS are twice of
+        print(dtype, cell.mesh, ranks, worst(verdicts))  # pytest -s: what the default bounds leave room for
 
 
 def held() -> tuple[list[Any], list[Any], list[str]]:
