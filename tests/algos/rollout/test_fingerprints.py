@@ -33,7 +33,7 @@ from meshkit.algos.rollout import (
     verify_rollouts,
 )
 from meshkit.algos.rollout._fingerprints import CHUNK_TOKENS, ENTRY, chunks_of, entries_of, top_entries
-from meshkit.errors import DataError, PlanError
+from meshkit.errors import AgreementError, DataError, PlanError
 from tests.algos.environments.test_play import Echo, ids_of
 from tests.algos.rollout.test_generate import EXPERTS, PLAIN, PROMPTS, VOCABULARY
 from tests.laws.parity.cases import Cell, batches, build, mesh_for, own_rows, plan_of, start
@@ -180,7 +180,7 @@ def test_honest_rollouts_pass_on_every_mesh_whichever_wrote_them(world: int, cel
         verdicts = verdicts_of(ranks, verifier, rollouts, version=0)
         assert [each.why for each in verdicts if not each.ok] == []
         assert all(each.checked.all() for each in verdicts)
-        print(dtype, cell.mesh, ranks, worst(verdicts))
+        print(dtype, cell.mesh, ranks, worst(verdicts))  # pytest -s: what the default bounds leave room for
 
 
 def held() -> tuple[list[Any], list[Any], list[str]]:
@@ -390,9 +390,24 @@ def with_own_bounds(names: list[str]) -> dict[str, list[bool]]:
 
 def test_bounds_of_ones_own_model_find_smaller_changes_in_bf16() -> None:
     (found,) = pool(1).run(with_own_bounds, ["none", "1e-04", "3e-04", "1e-03", "int8"])
-    print({name: sum(passed) / len(passed) for name, passed in found.items()})
     assert all(found["none"])
     assert not any(found["1e-03"]) and not any(found["int8"])
+
+
+def of_all_ranks() -> tuple[list[bool], str]:
+    run = start(replace(PLAIN, mesh="dp_shard=2", dtype="float32"))
+    rollouts = write(run)
+    told = [each for of_rank in mk.mesh.gather_over_data(run.mesh, verify(run, rollouts)) for each in of_rank]
+    passed = [each.ok for each in verify(run, rollouts, bounds=honest_bounds(told))]
+    with pytest.raises(AgreementError) as error:
+        verify(run, rollouts, version=run.mesh.rank)
+    return passed, str(error.value)
+
+
+def test_ranks_agree_on_bounds_and_versions() -> None:
+    for passed, error in pool(2).run(of_all_ranks):
+        assert all(passed)
+        assert error.startswith("ranks differ in version of verify_rollouts")
 
 
 # ------------------------------------------------------------------------------------- versions
@@ -506,8 +521,6 @@ MANTISSAS, LOG_PROBS = {"mantissa_mean", "mantissa_median"}, {"log_prob_median",
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_changed_tokens_and_forged_fingerprints_are_found(dtype: str) -> None:
     (found,) = pool(1).run(forged, dtype)
-    for name, of_case in found.items():
-        print(dtype, name, sum(ok for ok, _ in of_case), "pass", sorted({tuple(sorted(each)) for _, each in of_case}))
     for name in ("honest", "by a prefill"):
         assert all(ok for ok, _ in found.pop(name))
     for of_case in found.values():
