@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshkit.errors import DataError, PlanError
 from meshkit.loss import IGNORED, cross_entropy
 from meshkit.loss.linear_logits import LinearLogits
+from meshkit.parallel.context import is_transformers, not_kept
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -45,6 +46,8 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 def model_inputs(model: nn.Module, batch: Mapping[str, Any], *, asked: str = "model_inputs") -> dict[str, Any]:
     """The entries of a batch that a model takes: input_ids, position_ids, attention_mask, mask; those that are there.
 
+    With position_ids a model of transformers gets use_cache=False: it looks for packed documents in them only where it has no
+    cache, which it would make by default, and nobody reads in training.
     asked: who asks. Raises: DataError for an attention_mask that the model does not take.
     """
     if "attention_mask" in batch and "attention_mask" not in inspect.signature(model.forward).parameters:
@@ -52,7 +55,9 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any], *, asked: str = "mo
             f"{asked}: the batch has an attention_mask, but the model's forward takes none. Leave it away: padding that "
             f"comes last and has label {IGNORED} needs none; for other padding give forward_backward(mask=...)."
         )
-    return {name: batch[name] for name in _TAKEN if name in batch}
+    given = {name: batch[name] for name in _TAKEN if name in batch}
+    own = getattr(model.forward, "__self__", model)  # on pp, what runs a stage stands for the model
+    return given | (not_kept(model) if "position_ids" in given and is_transformers(own) else {})
 
 
 def count_labels(batch: Batch) -> Tensor:

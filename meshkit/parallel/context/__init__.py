@@ -11,8 +11,10 @@ from ._apply import split_batch as split_batch
 from ._scheme import Choice as Choice
 from ._scheme import choose as choose
 from ._scheme import choose_for_rows as choose_for_rows
+from ._cache import not_kept as not_kept
 from ._cache import notes_of_cache as notes_of_cache
 from ._counted import notes_of_counted as notes_of_counted
+from ._foreign import is_transformers as is_transformers
 from ._groups import microbatches_of as microbatches_of
 from ._groups import plan_step as plan_step
 from ._layout import Layout as Layout
