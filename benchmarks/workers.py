@@ -60,6 +60,7 @@ def run_of(options: argparse.Namespace, folder: Path, kill_at: int | None) -> li
     told = {"sampling": asdict(sampling), "samples": options.samples, "seed": 0, "precision": "fp32"}
     policy = WorkerPolicy(
         port=0,
+        folder=folder / "weights",
         host="127.0.0.1",
         secret="of this run",
         lease_s=options.lease_s,

@@ -334,6 +334,7 @@ def _worker_flow(
     told = {"sampling": asdict(sampling), "samples": config.samples, "seed": config.seed, "precision": config.precision}
     served = WorkerPolicy(
         port=config.worker_port,
+        folder=config.out / "weights-of-workers",
         secret=read_secret(config.worker_secret, verb="--worker-secret"),
         lease_s=config.worker_lease,
         tokens=config.samples * sampling.max_new_tokens,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +39,16 @@ KEPT = 3  # versions of the weights that workers may still get
 class WorkerPolicy:
     """How trainers serve rollout workers.
 
-    port: of the server of groups; weights are at the next one. 0 takes free ones. host: the address to serve at; "" is all of
-    this machine's. secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of
-    weights. tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: fields
-    that it makes.
+    port: of the server of groups; weights are at the next one. 0 takes free ones. folder: for the versions that workers may
+    still get; what an earlier run left there is deleted. host: the address to serve at; "" is all of this machine's.
+    secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of weights.
+    tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: fields that it
+    makes.
     Raises: PlanError for a port or seconds out of range, and an empty secret.
     """
 
     port: int
+    folder: Path
     secret: str
     host: str = ""
     lease_s: float = 30.0
@@ -135,7 +136,8 @@ class WorkerFlow:
         self._origin = Origin(
             host=policy.host, port=weights, shard_bytes=policy.shard_bytes, keep=KEPT, secret=policy.secret
         )
-        self._folder = Path(tempfile.mkdtemp(prefix="meshkit-weights-"))
+        shutil.rmtree(policy.folder, ignore_errors=True)
+        policy.folder.mkdir(parents=True)
         self._server = RolloutServer(
             self._buffer,
             host=policy.host,
@@ -195,7 +197,7 @@ class WorkerFlow:
         if self._server is not None:
             self._server.close()
             self._origin.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._policy.folder, ignore_errors=True)
             self._server = None
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -206,16 +208,12 @@ class WorkerFlow:
             return
         assert self._group is not None
         what, began = f"iteration {self._next}, publish", time.perf_counter()
-        # One path for all ranks, of which the first one's is written.
-        told = [self._folder / f"{self._next}" if self._is_first else None]
-        dist.broadcast_object_list(told, src=self._mesh.ranks[0], group=self._group)
-        (folder,) = told
-        assert folder is not None
+        folder = self._policy.folder / f"{self._next}"
         with self._guard.reports_failure(what):
             self._publish(folder)
             if self._server is not None:
                 self._origin.publish(folder, self._next)
-                for old in self._folder.iterdir():
+                for old in self._policy.folder.iterdir():
                     if int(old.name) <= self._next - KEPT:
                         shutil.rmtree(old)
                 self._server.newest = self._next

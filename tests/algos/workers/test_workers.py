@@ -90,17 +90,18 @@ def trained_by(trainers: tuple[str, range], workers: tuple[str, range], folder: 
                 param.mul_(GROWTH)
 
     call = Call(name="learn", on="actor", function=learn, needs=(*PROMPTED, *GIVES), stage="train")
-    flow = flow_on(mesh, [call], run)
+    flow = flow_on(mesh, [call], run, Path(folder) / "published")
     port = [flow.port]
     dist.broadcast_object_list(port, src=0)
     if mesh.here:
         for _ in range(STEPS):
             flow.step()
+        assert not (Path(folder) / "published").exists()
         return learnt
     work(
         meshes["w"],
         f"http://127.0.0.1:{port[0]}",
-        Path(folder),
+        Path(folder) / "got",
         secret=SECRET,
         build=partial(build_published, meshes["w"]),
         tokens=2,
@@ -300,7 +301,14 @@ def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> Non
 def refusals() -> list[str]:
     mesh, found = mk.init_mesh(), []
     calls = [Call(name="learn", on="actor", function=lambda samples: None, needs=PROMPTED, stage="train")]
-    policy: dict[str, Any] = {"port": 0, "secret": SECRET, "settings": {}, "gives": GIVES, "tokens": 9}
+    policy: dict[str, Any] = {
+        "port": 0,
+        "folder": Path("never"),
+        "secret": SECRET,
+        "settings": {},
+        "gives": GIVES,
+        "tokens": 9,
+    }
     given: dict[str, Any] = {"source": source, "fields": PROMPTED, "total": 3, "staleness": 1, "publish": print}
     given |= {"first": print, "read": print, "calls": calls, "policy": {}}
     for change in (
