@@ -88,6 +88,25 @@ def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_
     assert int(taken[-1]) >= 6
 
 
+def test_ppo_learns_from_workers_too(tmp_path: Path) -> None:
+    out, port = tmp_path / "run", two_free_ports()
+    (tmp_path / "secret").write_text("hush")
+    worker = [sys.executable, "-m", "meshkit", "rollout-worker", f"http://127.0.0.1:{port}", "--secret-file"]
+    process = start_command([*worker, str(tmp_path / "secret")])
+    try:
+        ppo = {"preset": "DECOUPLED_PPO", "critic-warmup": 1, "steps": 3, "kl": 0.05, "mesh": "tp=2"}
+        status, output = run(2, "examples/ppo.py", *flags(out, port, **ppo), timeout_s=200)
+        assert status == 0, output
+        status, said = finish(process, timeout_s=60)
+        assert status == 0 and "the run is over" in said, said
+    finally:
+        process.kill()
+        process.communicate()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["value_loss"] > 0 for row in rows)
+    assert not (out / "weights-of-workers").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -50,18 +50,11 @@ def source(iteration: int) -> list[Sample]:
     return [{"key": key, "fields": {"prompt": f"{key}+{key}="}} for key in keys]
 
 
-def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, **changes: Any) -> WorkerFlow:
-    policy = {
-        "port": 0,
-        "host": "127.0.0.1",
-        "secret": SECRET,
-        "lease_s": 3.0,
-        "gives": GIVES,
-        "shard_bytes": 8192,
-        "tokens": 14,
-    }
+def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, folder: Path) -> WorkerFlow:
+    policy: dict[str, Any] = {"port": 0, "folder": folder, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0}
+    policy |= {"gives": GIVES, "shard_bytes": 8192, "tokens": SAMPLES * SAMPLING.max_new_tokens}
     told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
-    options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED} | changes
+    options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED}
     return WorkerFlow(
         {"actor": mesh},
         calls,
@@ -96,7 +89,7 @@ def trained_by(trainers: tuple[str, range], workers: tuple[str, range], folder: 
     if mesh.here:
         for _ in range(STEPS):
             flow.step()
-        assert not (Path(folder) / "published").exists()
+        assert dist.get_rank() or not (Path(folder) / "published").exists()
         return learnt
     work(
         meshes["w"],
