@@ -26,6 +26,7 @@ class Groups:
     def place(self, group: int) -> tuple[int, int]:
         """(the iteration that a group comes from, its index there)."""
         while self._ends[-1] <= group:
+            assert len(self._ends) <= self._total, f"group {group} is after the last one"
             self.before(len(self._ends))
         iteration = bisect_right(self._ends, group) - 1
         return iteration, group - self._ends[iteration]

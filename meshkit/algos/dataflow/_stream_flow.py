@@ -280,6 +280,11 @@ class StreamFlow:
         self._buffer.first, self._buffer.taken = state["buffer"]["first"], set(state["buffer"]["taken"])
         self._buffer.begun = dict(state["begun"])
         self._begun = max([self._buffer.first, *self._buffer.begun.values()])
+        if self._begun > self._buffer.groups.before(self._total):
+            raise DataError(
+                f"the saved flow had {state['total']} iterations and has begun {self._begun} groups, of which {self._total} "
+                "iterations have fewer. Give as many as it had."
+            )
         if self._is_first(self._learns):
             self._buffer.ready = set(state["ready"])
             for group, samples in state["ready"].items():

@@ -38,6 +38,7 @@ from meshkit.algos.rollout import (
     routed_values,
     token_values,
 )
+from meshkit.core._torch.tracing import keeps_context_in_backward
 from meshkit.data import Balance, pack_step
 from meshkit.errors import DataError, PlanError
 from meshkit.lora import disabled
@@ -188,6 +189,11 @@ def policy_batch(
     """
     if routing not in REPLAYS:
         raise PlanError(f"policy_batch: routing={routing!r} is not known. Choose from {', '.join(REPLAYS)}.")
+    if routing != "none" and run.resolved.strategy.compile and not keeps_context_in_backward():
+        raise PlanError(
+            f"policy_batch: routing={routing!r} with compile needs torch 2.15, and this is {torch.__version__}: before, "
+            "blocks that run again in backward do not know what to replay. Leave compile or the replay away."
+        )
     sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches, "minibatches": minibatches}
     place = None if routing == "none" else open_routers(run.model)
     named = (*values, ROUTING) if routing == "rollout" else values

@@ -34,7 +34,10 @@ class Server:
     def __init__(self, store: Store, host: str, port: int) -> None:
         if not 0 <= port < 1 << 16:
             raise CheckpointError(f"shardcast: port={port}. Give one from 1 to 65535, or 0 for a free one.")
-        self._server = QuietServer((host, port), type("Handler", (_Handler,), {"store": store}))
+        try:
+            self._server = QuietServer((host, port), type("Handler", (_Handler,), {"store": store}))
+        except OSError as error:
+            raise CheckpointError(f"shardcast: port={port}: {error}. Choose another port.") from error
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="shardcast server", daemon=True)
         self._thread.start()

@@ -183,11 +183,10 @@ class WorkerFlow:
             self._give_weights()
             samples = self._trainers.train(self._next, self._calls, self._group, self.seconds)
         self._next += 1
-        if self._server is not None:
-            self._forget()
-            if self._next == self._total:
-                self._server.finish()
-                self.close()
+        self._forget()
+        if self._server is not None and self._next == self._total:
+            self._server.finish()
+            self.close()
         if self._group is not None and self._next < self._total:
             self._give_weights()
         return samples
@@ -212,11 +211,12 @@ class WorkerFlow:
         with self._guard.reports_failure(what):
             self._publish(folder)
             if self._server is not None:
+                with self._server.lock:
+                    self._server.newest = self._next  # before anybody can have them
                 self._origin.publish(folder, self._next)
                 for old in self._policy.folder.iterdir():
                     if int(old.name) <= self._next - KEPT:
                         shutil.rmtree(old)
-                self._server.newest = self._next
         self._published = self._next
         self.seconds["publish"] = self.seconds.get("publish", 0.0) + time.perf_counter() - began
 
@@ -245,13 +245,20 @@ class WorkerFlow:
             warnings.warn(f"rollouts of worker {refusal} Another one writes them.", stacklevel=2)
 
     def _forget(self) -> None:
-        """First samples of groups that all were taken."""
-        assert self._server is not None
+        """First samples of groups that all were taken; ranks without a server read of them how many there are, no more."""
+        if self._server is None:
+            self._firsts = {key: first for key, first in self._firsts.items() if key >= self._next}
+            return
         with self._server.lock:
-            place, _ = self._buffer.groups.place(self._buffer.first) if self._next < self._total else (self._total, 0)
-            self._firsts = {key: first for key, first in self._firsts.items() if key >= place}
+            groups, first = self._buffer.groups, self._buffer.first
+            self._firsts = {key: each for key, each in self._firsts.items() if groups.before(key + 1) > first}
 
     # ------------------------------------------------------------------------------------------------------- resume
+
+    def _ends(self) -> list[int]:
+        """How many groups there are up to this iteration, and up to each that may be begun."""
+        last = min(self._next + self._staleness + 1, self._total)
+        return [self._buffer.groups.before(iteration) for iteration in range(self._next, last + 1)]
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration, and the groups that are ready: no whole rollout is lost, and others are written anew.
@@ -268,6 +275,7 @@ class WorkerFlow:
                 state["buffer"] = {"first": self._buffer.first, "taken": sorted(self._buffer.taken)}
                 state["begun"] = dict(self._buffer.begun)
                 state["given"] = self._server.leases.next
+                state["ends"] = self._ends()
         told = [state]
         dist.broadcast_object_list(told, src=self._mesh.ranks[0])
         return told[0]
@@ -275,8 +283,8 @@ class WorkerFlow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, with the weights of its iteration.
 
-        Raises: DataError for one of a larger staleness, whose rollouts may be older than this flow says, and one of a
-        `StreamFlow`.
+        Raises: DataError for one of a larger staleness, whose rollouts may be older than this flow says, of other first
+        samples, of more iterations where groups of them were begun, and of a `StreamFlow`.
         """
         if "given" not in state:
             raise DataError(
@@ -288,6 +296,17 @@ class WorkerFlow:
                 "Give at least that staleness."
             )
         self._next = state["iteration"]
+        begun = max([state["given"], *state["begun"].values()])
+        if begun > self._buffer.groups.before(self._total):
+            raise DataError(
+                f"the saved flow had {state['total']} iterations and has begun {begun} groups, of which {self._total} "
+                "iterations have fewer. Give as many as it had."
+            )
+        if (ends := self._ends()) != state["ends"][: len(ends)]:
+            raise DataError(
+                f"the saved flow had groups up to {state['ends']} in iterations from {self._next} on, and this one has up to "
+                f"{ends}. Give as many prompts as it had."
+            )
         if self._server is None:
             return
         with self._server.lock:

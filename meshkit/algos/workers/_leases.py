@@ -57,14 +57,24 @@ class Leases:
         return assigned
 
     def renew(self, node: str, holds: Collection[int]) -> list[int]:
-        """The node still writes these groups. What it has forgotten is free; returns those that are not its any more."""
-        held = {group for group, lease in self.open.items() if lease.node == node}
-        for group in held:
-            if group in holds:
-                self.open[group].until = self.clock() + self.lease_s
+        """The node still writes these groups, also those whose lease has ended and that nobody else has: they are its again.
+
+        What it has forgotten is free. Returns those that another has, or that were brought.
+        """
+        until = self.clock() + self.lease_s
+        for group in [group for group, lease in self.open.items() if lease.node == node and group not in holds]:
+            self._free(group)
+        others = []
+        for group in sorted(holds):
+            if group in self.free and group in self.oldest:
+                self.free.remove(group)
+                heapq.heapify(self.free)
+                self.open[group] = Lease(node, until, self.oldest[group])
+            elif group in self.open and self.open[group].node == node:
+                self.open[group].until = until
             else:
-                self._free(group)
-        return sorted(set(holds) - held)
+                others.append(group)
+        return others
 
     def expire(self) -> list[int]:
         """Free the groups of workers that were not heard of in time; returns them."""

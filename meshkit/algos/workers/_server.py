@@ -109,9 +109,8 @@ class RolloutServer:
         end = time.monotonic() + timeout_s
         self.done = True
         while time.monotonic() < end:
-            living = self.workers()
             with self.lock:
-                if all(self._nodes[name].told for name in living):
+                if all(self._nodes[name].told for name in self.workers()):
                     return
             time.sleep(0.05)
 
@@ -142,13 +141,13 @@ class RolloutServer:
         node, version = str(message["node"]), int(message["version"])
         known = self._nodes.setdefault(node, _Node(time.monotonic()))
         known.seen = time.monotonic()
-        dropped = self.leases.renew(node, [int(each) for each in message["holds"]])
+        self.leases.renew(node, {int(each) for each in message["holds"]})
         groups: list[int] = []
         if not self.done and 0 <= version <= self.newest:
             groups = self.leases.assign(node, version, min(int(message["room"]), 1 << 16))
         known.told = self.done
         given = [{"group": group, **self._first(group)} for group in groups]
-        return {"groups": given, "drop": dropped, "newest": self.newest, "done": self.done}
+        return {"groups": given, "newest": self.newest, "done": self.done}
 
     def _rollouts(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, group, answers."""
@@ -161,14 +160,14 @@ class RolloutServer:
             samples = self._read_answers(group, answers)
         except (DataError, *UNREADABLE) as error:
             self._refused = [*self._refused[1 - KEPT_REFUSALS :], f"{message['node']!s:.80}: group {group}: {error}"]
-            self.leases.renew(str(message["node"]), [])  # its groups are free
+            self.leases.renew(str(message["node"]), set())  # its groups are free
             raise
         self.leases.finish(group)
         self._arrived.append((group, samples))
         return {"taken": True}
 
     def _leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self.leases.renew(str(message["node"]), [])
+        self.leases.renew(str(message["node"]), set())
         self._nodes.pop(str(message["node"]), None)
         return {}
 

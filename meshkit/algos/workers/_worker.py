@@ -48,7 +48,7 @@ class Desk:
         self, address: str, folder: Path, *, secret: str, upstreams: tuple[str, ...], timeout_s: float
     ) -> None:
         self._link, self._timeout_s = Link(address, secret=secret, timeout_s=30.0), timeout_s
-        self.node, self._holds = node_name(os.getpid()), set[int]()
+        self.node, self._writes = node_name(os.getpid()), set[int]()
         self.settings = self._patiently("/join", {})
         self._said = {"node": self.node, "life": str(self.settings["life"])}
         origin = f"http://{self._link.host}:{int(self.settings['weights_port'])}"
@@ -66,23 +66,24 @@ class Desk:
     def give(self, made: list[Sample]) -> bool:
         """Bring a group's answers. Whether they were taken: somebody else may have brought them."""
         group = made[0][SOURCE]
-        self._holds.discard(group)
+        self._writes.discard(group)
         answers = [{name: sample[name].tolist() for name in SENT} for sample in made]
         return bool(self._patiently("/rollouts", {**self._said, "group": group, "answers": answers})["taken"])
 
     def ask(self, version: int, rooms: list[int]) -> _Plan:
         """Groups for data ranks that have so much room: one after the other to the one with most."""
-        asked = {"version": version, "room": sum(max(room, 0) for room in rooms), "holds": sorted(self._holds)}
+        asked = {"version": version, "room": sum(max(room, 0) for room in rooms), "holds": sorted(self._writes)}
         answer = self._patiently("/work", {**self._said, **asked})
         begin: list[list[Sample]] = [[] for _ in rooms]
         left = list(rooms)
         for each in answer["groups"]:
+            group = int(each["group"])
+            if group in self._writes:  # it is in progress here: who had it since is lost
+                continue
             to = left.index(max(left))
             left[to] -= 1
-            self._holds.add(int(each["group"]))
-            fields = {"prompt_ids": each["prompt_ids"]}
-            begin[to].append({"key": int(each["key"]), "fields": fields, SOURCE: int(each["group"])})
-        self._holds -= set(answer["drop"])
+            self._writes.add(group)
+            begin[to].append({"key": int(each["key"]), "fields": {"prompt_ids": each["prompt_ids"]}, SOURCE: group})
         return _Plan(begin, self.newer(version), bool(answer["done"]))
 
     def close(self) -> None:

@@ -296,6 +296,14 @@ def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
         Function.apply = before
 
 
+def keeps_context_in_backward() -> bool:
+    """Whether a compiled block that runs again in backward has the context variables of its forward.
+
+    Checked: not on 2.11; 2.15.
+    """
+    return torch.__version__ >= "2.15"
+
+
 def knows_grouped_mm(dtype: torch.dtype, sizes: Iterable[int] = ()) -> bool:
     """Whether torch traces `grouped_mm` in that dtype without values, which its compiler does too, with rows of these sizes.
 

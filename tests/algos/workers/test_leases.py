@@ -77,6 +77,6 @@ def test_a_lease_that_ends_is_given_to_another_and_may_still_be_brought_by_the_f
     now = 20.0
     assert leases.expire() == [0, 1, 2, 3]
     assert leases.assign("c", 0, 1) == [0]
-    assert leases.is_wanted(1) and leases.renew("a", [0, 1]) == [0, 1]
+    assert leases.is_wanted(1) and leases.renew("a", [0, 1]) == [0]
     leases.finish(1)
     assert not leases.is_wanted(1) and leases.assign("c", 0, 9) == [2, 3]

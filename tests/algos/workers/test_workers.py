@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from meshkit.algos.workers import GIVES, RolloutServer, WorkerFlow, WorkerPolicy
 from meshkit.algos.workers._wire import SIGNATURE, signature
 from meshkit.algos.workers.command import build_published
 from meshkit.data import REFERENCE_ALPHABET, character_tokenizer
-from meshkit.errors import PlanError
+from meshkit.errors import DataError, PlanError
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from tests.world import pool
 
@@ -50,21 +51,26 @@ def source(iteration: int) -> list[Sample]:
     return [{"key": key, "fields": {"prompt": f"{key}+{key}="}} for key in keys]
 
 
-def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, folder: Path) -> WorkerFlow:
+def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, folder: Path, **changes: Any) -> WorkerFlow:
     policy: dict[str, Any] = {"port": 0, "folder": folder, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0}
     policy |= {"gives": GIVES, "shard_bytes": 8192, "tokens": SAMPLES * SAMPLING.max_new_tokens}
     told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
-    options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED}
+    options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED} | changes
     return WorkerFlow(
         {"actor": mesh},
         calls,
         WorkerPolicy(**policy, settings=told),
-        publish=lambda folder: run and run.export(folder, TOKENIZER),
+        publish=lambda folder: run.export(folder, TOKENIZER) if run else _without_weights(folder),
         first=partial(prompt_of, tokenizer=TOKENIZER),
         read=partial(read_answers, tokenizer=TOKENIZER, sampling=SAMPLING, samples=SAMPLES),
         timeout=timedelta(seconds=60),
         **options,
     )
+
+
+def _without_weights(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_text("of nothing")
 
 
 def trained_by(trainers: tuple[str, range], workers: tuple[str, range], folder: str) -> Any:
@@ -253,6 +259,67 @@ def test_what_a_worker_cannot_have_written_is_refused_and_written_by_another() -
         assert server.workers() == ["a", "b"]
     finally:
         server.close()
+
+
+def test_a_worker_that_is_slower_than_its_lease_keeps_what_it_writes() -> None:
+    """It is not given a second time, and another worker does not get it either."""
+    server = served()
+    server.leases.lease_s = 0.2
+    try:
+        _, given = asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": []})
+        assert [each["group"] for each in given["groups"]] == [0, 1]
+        time.sleep(0.4)
+        assert server.leases.expire() == [0, 1]
+        server.leases.lease_s = 60.0
+        _, given = asked(server, "/work", {"node": "a", "version": 1, "room": 1, "holds": [0, 1]})
+        assert [each["group"] for each in given["groups"]] == [2]
+        _, given = asked(server, "/work", {"node": "b", "version": 1, "room": 1, "holds": []})
+        assert [each["group"] for each in given["groups"]] == [3]
+        assert asked(server, "/rollouts", {"node": "a", "group": 0, "answers": [GOOD, LONG]}) == (200, {"taken": True})
+    finally:
+        server.close()
+
+
+def resumed(changes: list[dict[str, Any]], folder: str) -> list[str]:
+    """What a flow says of a state that another has left; the last iteration has no prompts."""
+    mesh, found = mk.init_mesh(), []
+    calls = [Call(name="learn", on="actor", function=lambda samples: None, needs=PROMPTED, stage="train")]
+    flow = flow_on(mesh, calls, None, Path(folder), total=3, source=lambda step: source((4, 1, 2)[step]))
+    server = flow._server
+    assert server is not None
+    for node in ("a", "b"):
+        server.newest = 0
+        _, given = asked(server, "/work", {"node": node, "version": 0, "room": 3, "holds": []})
+        for each in given["groups"]:
+            asked(
+                server,
+                "/rollouts",
+                {"node": node, "group": each["group"], "answers": [{**GOOD, "versions": [0] * 3}] * 2},
+            )
+    flow.step()
+    state = flow.state_dict()
+    for _ in range(2):
+        flow.step()
+    assert flow.iteration == 3
+    for change in changes:
+        again = flow_on(
+            mesh, calls, None, Path(folder), **{"total": 3, "source": lambda step: source((4, 1, 2)[step]), **change}
+        )
+        try:
+            again.load_state_dict(state)
+            found.append("")
+        except DataError as error:
+            found.append(str(error))
+        again.close()
+    return found
+
+
+def test_a_run_of_other_prompts_or_fewer_steps_does_not_go_on(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"total": 1}, {"staleness": 1}, {"staleness": 4}]
+    (found,) = pool(1).run(resumed, changes, str(tmp_path / "published"))
+    matches = ("", "Give as many as it had", "Give at least that staleness", "")
+    for text, match in zip(found, matches, strict=True):
+        assert match in text and bool(text) == bool(match), text
 
 
 def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> None:
