@@ -240,6 +240,9 @@ def judged(case: Case, said: Sequence[str], struck: Mapping[str, Any]) -> dict[s
             return _named(case, named) | {"cause": bool(named), "call": _says_call(text, rank, struck)}
         case "raise":
             named = re.findall(r"^HadEnough \(rank (\d+)\): .*\nIt was at .* in _act, on (\S+)\.$", text, re.MULTILINE)
+            # In a save ranks hear of it from the one that raised, and each says it.
+            of_save = r"^CheckpointError \(rank \d+\): .*HadEnough on rank (\d+): .*\nIt was at .*, on (\S+)\.$"
+            named = named or re.findall(of_save, text, re.MULTILINE)
             return _named(case, named) | {"cause": bool(named), "call": bool(named)}
         case "slow":
             named = re.findall(r"rank (\d+) on (\S+) is the slowest", text)
