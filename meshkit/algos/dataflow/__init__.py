@@ -6,12 +6,19 @@ from ._call import SOURCE as SOURCE
 from ._call import Call as Call
 from ._call import Sample as Sample
 from ._call import Sync as Sync
+from ._call import to_arrays as to_arrays
+from ._call import to_tensors as to_tensors
 from ._flow import Flow as Flow
+from ._flow import data_ranks as data_ranks
+from ._guard import Guard as Guard
 from ._generation_call import generation_call as generation_call
+from ._mailbox import Mailbox as Mailbox
 from ._program import Row as Row
 from ._program import program as program
+from ._program import refuse_odd_graph as refuse_odd_graph
 from ._rl import PROMPTED as PROMPTED
 from ._rl import ROLLOUT as ROLLOUT
+from ._rl import WRITTEN as WRITTEN
 from ._rl import completion_call as completion_call
 from ._rl import first_unscored as first_unscored
 from ._rl import log_prob_call as log_prob_call
@@ -23,3 +30,4 @@ from ._work import Work as Work
 from ._stream_call import StreamCall as StreamCall
 from ._stream_call import StreamWriter as StreamWriter
 from ._stream_flow import StreamFlow as StreamFlow
+from ._trainers import Trainers as Trainers

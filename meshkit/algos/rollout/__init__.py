@@ -6,6 +6,7 @@ from ._balanced import balance_examples as balance_examples
 from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling
+from ._engine import Stopping as Stopping
 from ._generate import generate as generate
 from ._generation import Generation as Generation
 from ._generation import has_paged_cache as has_paged_cache

@@ -3,3 +3,4 @@
 from ._manifest import Manifest as Manifest
 from ._nodes import Origin as Origin
 from ._nodes import Relay as Relay
+from ._serve import QuietServer as QuietServer

@@ -18,13 +18,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshkit.algos.dataflow import SOURCE, Buffer, Call, Groups, Sample
-from meshkit.algos.dataflow._call import to_arrays, to_tensors
-from meshkit.algos.dataflow._flow import data_ranks
-from meshkit.algos.dataflow._guard import Guard
-from meshkit.algos.dataflow._mailbox import Mailbox
-from meshkit.algos.dataflow._program import refuse_odd_graph
-from meshkit.algos.dataflow._trainers import Trainers
+from meshkit.algos.dataflow import (
+    SOURCE,
+    Buffer,
+    Call,
+    Groups,
+    Guard,
+    Mailbox,
+    Sample,
+    Trainers,
+    data_ranks,
+    refuse_odd_graph,
+    to_arrays,
+    to_tensors,
+)
 from meshkit.algos.shardcast import Origin
 from meshkit.algos.workers._server import Read, RolloutServer
 from meshkit.core import _torch

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.algos.dataflow import Sample
-from meshkit.algos.dataflow._rl import WRITTEN
-from meshkit.algos.rollout import Sampling, encode_prompts
-from meshkit.algos.rollout._engine import Stopping
+from meshkit.algos.dataflow import WRITTEN, Sample
+from meshkit.algos.rollout import Sampling, Stopping, encode_prompts
 from meshkit.data import Record, Tokenizer
 from meshkit.errors import DataError
 

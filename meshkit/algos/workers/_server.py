@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from meshkit.algos.dataflow import Buffer, Sample
-from meshkit.algos.shardcast._serve import QuietServer
+from meshkit.algos.shardcast import QuietServer
 from meshkit.algos.workers._leases import Leases
 from meshkit.algos.workers._wire import SIGNATURE, UNREADABLE, signature
 from meshkit.errors import DataError, PlanError
