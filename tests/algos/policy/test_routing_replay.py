@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
-from meshkit.algos.policy import GRPO, group_advantages, policy_batch, policy_count, policy_objective
+from meshkit.algos.policy import GRPO, GroupAdvantage, group_advantages, policy_batch, policy_count, policy_objective
 from meshkit.algos.rollout import label_log_probs, routed_values
 from meshkit.core.sharding import local_tensor
 from meshkit.models import Llama
@@ -34,8 +34,8 @@ LOSS = replace(GRPO, kl=replace(GRPO.kl, coefficient=0.0))
 VISIBLE = 1e-4  # of gradients: what other experts change, far above rounding
 
 
-def cell_of(mesh: str, **choices: object) -> Cell:
-    return Cell(mesh=mesh, layers=3, moe=Moe(shared=12, bias=True), **choices)  # type: ignore[arg-type]  # checked there
+def cell_of(mesh: str, **choices: Any) -> Cell:
+    return Cell(mesh=mesh, layers=3, moe=Moe(shared=12, bias=True), **choices)
 
 
 def weights_of(model: nn.Module, seed: int) -> nn.Module:
@@ -80,7 +80,8 @@ def one_device(recorded: int, replay: bool) -> tuple[float, dict[str, Tensor]]:
     """GRPO as it is written down, an answer at a time."""
     old, model = (weights_of(build(cell_of("")), seed) for seed in (recorded, 0))
     rewards, groups = (torch.tensor([answer[key] for answer in answers()]) for key in ("reward", "key"))
-    advantages = group_advantages(rewards, groups, LOSS.advantage).advantages  # type: ignore[arg-type]
+    assert isinstance(LOSS.advantage, GroupAdvantage)
+    advantages = group_advantages(rewards, groups, LOSS.advantage).advantages
     total = torch.zeros((), dtype=torch.float64)
     for answer, advantage in zip(answers(), advantages, strict=True):
         with torch.no_grad():
