@@ -74,6 +74,7 @@ def balance_tokens(
     minibatches: int = 1,
     minibatch_of: Sequence[int] = (),
     work: Callable[[int], float] = float,
+    packed: bool = True,
 ) -> Balance:
     """Share the examples of a step out over data ranks so that all have about as much work, in equally many microbatches.
 
@@ -82,6 +83,7 @@ def balance_tokens(
     a multiple of `microbatches`.
     minibatches: optimizer steps, of which each is balanced by itself. minibatch_of: of each example, its step.
     work(tokens) is what an example costs; with attention it grows faster than its tokens. Default: its tokens.
+    packed: False gives each example a part of its own; microbatches are then of some rows, as long as the longest example.
     Raises: DataError for an example that is longer than a microbatch.
     Source: the largest differencing method, Karmarkar & Karp 1982, over ranks and then over each rank's microbatches; where
     that leaves a microbatch too full, first-fit-decreasing.
@@ -98,11 +100,17 @@ def balance_tokens(
     for minibatch in range(minibatches):
         numbers = [n for n in range(len(lengths)) if minibatches == 1 or minibatch_of[n] == minibatch]
         by_rank = _stay_home(_partition(numbers, weights, ranks), lengths, home)
-        needed = max(len(_microbatches(of_rank, lengths, weights, tokens_per_microbatch)) for of_rank in by_rank)
+        if packed:
+            needed = max(len(_microbatches(of_rank, lengths, weights, tokens_per_microbatch)) for of_rank in by_rank)
+        else:
+            rows = tokens_per_microbatch // max((lengths[number] for number in numbers), default=1)
+            needed = -(-max(map(len, by_rank)) // rows)
         together = max(1, -(-needed // microbatches)) * microbatches
         numbers_of_microbatches.append(together)
         for rank, of_rank in enumerate(by_rank):
-            filled = _microbatches(of_rank, lengths, weights, tokens_per_microbatch, at_most=together)
+            filled = [[number] for number in of_rank]
+            if packed:
+                filled = _microbatches(of_rank, lengths, weights, tokens_per_microbatch, at_most=together)
             # The heaviest first on every rank: microbatches that run at the same time are alike.
             parts[rank].append(sorted(filled, key=lambda part: -sum(weights[number] for number in part)))
     return Balance(

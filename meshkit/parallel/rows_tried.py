@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ from meshkit.program import Example, copied
 ROWS = 8
 _MOST = 1 << 33  # elements of parameters times those of an input: a second or so of one core for each call
 _FEW = 1 << 28  # beyond it one draw
+_LARGE, _PERIOD = 1 << 24, (1 << 20) - 3  # elements; a prime number
 _HELD = 1 << 24  # elements that a loss holds, copied for each call
 _DRAWS = 3  # of parameters and rows: the largest of two halves may be alike once
 _DTYPES = ((torch.float64, 1e-8), (torch.float32, 1e-4))  # some models compute in fp32 whatever they are given
@@ -163,7 +165,7 @@ def _run(
 ) -> list[Returned] | None:
     """The tensors that are returned for all rows, for all again, and for each half of them; None where it raises."""
     generator = torch.Generator().manual_seed(seed)
-    valued = _with_random_values(model, dtype, generator)
+    valued = random_values(model, dtype, generator)
     ids = min((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=2)
 
     def filled(leaf: Any) -> Any:
@@ -247,8 +249,11 @@ def of_parts(
     return "between" if bool(between.all()) else "neither"
 
 
-def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
-    """A copy with parameters of its own; buffers have their values, or random ones where they are on meta."""
+def random_values(
+    model: nn.Module, dtype: torch.dtype, generator: torch.Generator, *, alike: bool = False
+) -> nn.Module:
+    """A copy with parameters of its own; buffers have their values, or random ones where they are on meta. alike: matrices in
+    one tensor, as experts are, are one in memory where they are large."""
     made: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         shape, whole = tensor.shape, not tensor.dtype.is_floating_point
@@ -257,12 +262,21 @@ def _with_random_values(model: nn.Module, dtype: torch.dtype, generator: torch.G
         elif whole:
             made[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype)
         elif tensor.ndim > 1:  # of an input of size 1 it makes an output of that size
-            made[id(tensor)] = torch.randn(shape, generator=generator, dtype=dtype) / max(1, shape[-1]) ** 0.5
+            one = (1, *shape[1:]) if alike and tensor.ndim > 2 and tensor.numel() > _LARGE else shape
+            made[id(tensor)] = _drawn(one, dtype, generator).div_(max(1, shape[-1]) ** 0.5).expand(shape)
         else:  # gains and biases
             made[id(tensor)] = 1 + _SCALE * torch.randn(shape, generator=generator, dtype=dtype)
         if isinstance(tensor, nn.Parameter):
             made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
     return copied(model, made, {})
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Of a large tensor the same numbers again and again, of which no two rows begin at the same one."""
+    if prod(shape) <= _LARGE:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    some = torch.randn(_PERIOD, generator=generator, dtype=dtype)
+    return some.repeat(-(-prod(shape) // _PERIOD))[: prod(shape)].view(shape)
 
 
 def more_rows(tensor: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshkit.core.code import code_of
+from meshkit.core.code import code_of, is_ours
 from meshkit.core.evaluating import evaluating
 from meshkit.core.reshard import ReallocationPlan
 from meshkit.core.rng import KEYS, using_keys
@@ -49,6 +49,7 @@ from meshkit.parallel.state_writes import StateGuard, StateWatch
 from meshkit.plan import Plan
 from meshkit.program import without_values
 from meshkit.resolve import Resolved
+from meshkit.step._documents import PackedRows
 from meshkit.step._explained import explained
 from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
 from meshkit.step._microbatches import split, split_step
@@ -134,6 +135,16 @@ class Run:
     def recompute_choice(self) -> Choice | None:
         """What a `Budget` chose for this rank's blocks; `print` shows a table."""
         return self.resolved.choice_of(self.mesh["pp"].get_local_rank())
+
+    @cached_property
+    def _packed(self) -> PackedRows:
+        return PackedRows(self.resolved.program.model)
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether its model may have packed rows: by a trial on random values, which runs once (docs/data.md). True, with a
+        warning, of a model that is too large to be tried."""
+        return not self._packed.mix()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
@@ -307,13 +318,15 @@ class Run:
         named = {"loss": _name(loss), "count": _name(count), "training": self.model.training}
         facts |= {"microbatches": microbatches, "changes after parallelize": changed or "none", **named}
         facts |= {"numbers of rows": unlike or "none", "rows that are normalised": normalised or "none"}
+        packed = self._packed.refusal(what, batch) if mask is None and is_ours(loss) else ""
+        facts |= {"packed rows": packed or "none"}
         rows = {**batch, "mask": _masks(mask)}
         mine = counted if first else torch.zeros_like(counted)
         verdict = torch.tensor(0.0 if watch is None else watch.verdict, dtype=torch.float64)
         # An evaluation may count several things: they do not fit into the message.
         numbers = [to_device(verdict, self.mesh.device), *([] if mine.ndim else [mine])]
         summed = self.mesh.agreement.meet(what, *numbers, facts=facts, rows=rows)
-        if refusal := changed or unlike or normalised:
+        if refusal := changed or unlike or normalised or packed:
             raise PlanError(refusal)
         if watch is not None:
             watch.refuse(summed[0])
@@ -537,6 +550,8 @@ class Run:
 
         A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows] in step/_microbatches.
         """
+        if mask is None:
+            self._packed.refuse("inference", batch)
         return split(self.model, batch, microbatches, mask, device=self.mesh.device)
 
 

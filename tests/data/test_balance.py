@@ -16,9 +16,11 @@ lengths = st.lists(st.integers(1, 40), max_size=30)
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths, st.integers(1, 5), st.integers(40, 90), st.integers(1, 3), st.integers(1, 3), st.booleans())
+@given(
+    lengths, st.integers(1, 5), st.integers(40, 90), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans()
+)
 def test_every_example_is_taken_once_within_the_budget_and_ranks_make_equally_many_calls(
-    tokens: list[int], ranks: int, most: int, multiple: int, minibatches: int, quadratic: bool
+    tokens: list[int], ranks: int, most: int, multiple: int, minibatches: int, quadratic: bool, packed: bool
 ) -> None:
     draw = np.random.default_rng(len(tokens))
     home = draw.integers(0, ranks, len(tokens)).tolist()
@@ -32,12 +34,19 @@ def test_every_example_is_taken_once_within_the_budget_and_ranks_make_equally_ma
         minibatches=minibatches,
         minibatch_of=minibatch_of,
         work=(lambda length: length + length**2 / 20) if quadratic else float,
+        packed=packed,
     )
     assert sorted(n for numbers in balance.taken for n in numbers) == list(range(len(tokens)))
     for of_rank in balance.parts:
         for index, minibatch in enumerate(of_rank):
-            assert len(minibatch) <= balance.microbatches[index] and balance.microbatches[index] % multiple == 0
+            assert balance.microbatches[index] % multiple == 0
             assert all(part and sum(tokens[n] for n in part) <= most for part in minibatch)
+            longest = max(
+                (tokens[n] for n in range(len(tokens)) if minibatches == 1 or minibatch_of[n] == index), default=1
+            )
+            rows = 1 if packed else most // longest  # of a microbatch, all as long
+            assert len(minibatch) <= balance.microbatches[index] * rows
+            assert packed or all(len(part) == 1 for part in minibatch)
             assert all(minibatch_of[n] == index for part in minibatch for n in part)
     assert str(balance).startswith(f"{len(tokens)} examples of {sum(tokens)} tokens on {ranks} data ranks")
 

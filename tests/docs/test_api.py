@@ -11,6 +11,8 @@ import pytest
 
 from tests.docs.api import INDEX, MODULES, ROOT, index, page, public
 
+pytestmark = pytest.mark.turns(1)
+
 
 def test_the_index_lists_every_public_name_as_it_is() -> None:
     assert INDEX.read_text() == index(), "stale: make docs"

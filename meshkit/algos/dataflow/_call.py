@@ -92,4 +92,5 @@ def to_tensors(sample: Sample) -> Sample:
 
 
 def to_arrays(sample: Sample) -> Sample:
+    """With tensors as arrays of NumPy, which share their memory: tensors of the host."""
     return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}

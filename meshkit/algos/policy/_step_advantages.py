@@ -156,6 +156,7 @@ def balance_rollouts(
         minibatches=minibatches,
         minibatch_of=[rollout.key % minibatches for rollout in rollouts],
         work=answer_work(run),
+        packed=run.keeps_documents,
     )
 
 

@@ -33,7 +33,7 @@ def model_scores(
     """
     examples = [Example(ids=ids, learn=np.ones(len(ids), dtype=bool)) for ids in sequences]
     sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
-    balanced = balance_examples(run.mesh, examples, **sizes, work=answer_work(run))
+    balanced = balance_examples(run.mesh, examples, **sizes, work=answer_work(run), packed=run.keeps_documents)
     scores_BT = token_values(run, balanced.batch, _token_scores, microbatches=balanced.microbatches)
     values: list[float | np.ndarray | Unscored] = [0.0] * len(sequences)
     for index, by_place in enumerate(balanced.back(scores_BT)):

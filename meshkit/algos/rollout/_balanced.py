@@ -29,7 +29,8 @@ from meshkit.step import Batch, Run
 class BalancedBatch:
     """This data rank's part of a balanced step.
 
-    batch: a row [1, T] for each of its microbatches, minibatch after minibatch; T is as long as the fullest needs.
+    batch: a row [1, T] for each of its microbatches, minibatch after minibatch; T is as long as the fullest needs. Where
+    examples are not packed, a row for each of them.
     balance: who has what, the same on every rank.
     """
 
@@ -94,8 +95,9 @@ def balance_examples(
     minibatches: int = 1,
     minibatch_of: Sequence[int] = (),
     work: Callable[[int], float] = float,
+    packed: bool = True,
 ) -> BalancedBatch:
-    """Share this step's examples out anew over the data ranks, and pack what this rank takes.
+    """Share this step's examples out anew over the data ranks, and lay what this rank takes into rows.
 
     examples: of this data rank, which may have none. The rest is as of `balance_tokens`.
     names: of the values in the batch, as `build_rows` has them; default: those of the examples. Sources get lost.
@@ -128,6 +130,7 @@ def balance_examples(
         minibatches=minibatches,
         minibatch_of=[index for _, of_rank, _ in told for index in of_rank],
         work=work,
+        packed=packed,
     )
     rank, first = mesh.data_rank, sum(len(lengths) for lengths, *_ in told[: mesh.data_rank])
     here = {first + index: example for index, example in enumerate(examples)}

@@ -131,7 +131,7 @@ def example_values(
     kept = [{name: value for name, value in each.token_values.items() if name == ROUTING} for each in examples]
     plain = [replace(example, token_values=own, scalars={}) for example, own in zip(examples, kept, strict=True)]
     sizes: dict[str, Any] = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches}
-    balanced = balance_examples(run.mesh, plain, **sizes, work=answer_work(run))
+    balanced = balance_examples(run.mesh, plain, **sizes, work=answer_work(run), packed=run.keeps_documents)
     values_BT = token_values(run, balanced.batch, function, microbatches=balanced.microbatches, width=width)
     values = [np.zeros((len(example), *values_BT.shape[2:])) for example in examples]
     for example, of_example, by_place in zip(examples, values, balanced.back(values_BT), strict=True):

@@ -70,6 +70,7 @@ def mask_of_forward() -> Attending:
 
 
 def is_transformers(module: nn.Module) -> bool:
+    """Whether its class, or one that it derives from, is of transformers."""
     return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
 
 

@@ -10,7 +10,8 @@ have arrived. Nothing is searched, and every row is visited once.
 | W                 | the I of its own stage                                                             |
 | FB                | what its F and its B wait for; both end when the row ends                          |
 
-An input from another rank arrives one hop later.
+An input from another rank arrives one hop later. meshkit runs the halves of an FB row one after the other, and sends what its
+F made when that ends: such steps are faster than this by what the next rank had waited for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -60,7 +62,8 @@ def policies_on_mesh(axes: str, where: str, budget: int, microbatches: int) -> d
         sizes = {"tokens_per_microbatch": budget, "microbatches": microbatches}
         step = policy_batch(run, own_rollouts(mesh, where), loss, **sizes, temperature=TEMPERATURE, reference=reference)
         assert (step.advantages.answers, step.advantages.unscored, step.advantages.groups) == (ANSWERS, 1, 2)
-        assert step.microbatches % microbatches == 0 and len(step.batch["input_ids"]) <= step.microbatches
+        assert step.microbatches % microbatches == 0
+        assert len(step.batch["input_ids"]) <= (step.microbatches if run.keeps_documents else ANSWERS)
         batch = step.batch
         batch["old_log_probs"] = token_values(old, batch, LOG_PROBS, microbatches=step.microbatches)
         tally = policy_sums(mesh)
@@ -103,6 +106,24 @@ def test_any_assignment_equals_one_device(
     what: object, ranks: int, axes: str, where: str, budget: int, microbatches: int
 ) -> None:
     for found in pool(ranks).run(what, axes, where, budget, microbatches):
+        assert max(found.values()) < TOL_FP64, found
+
+
+def unpacked_on_mesh(what: Callable[..., dict[str, float]], *args: object) -> dict[str, float]:
+    """As of a model that mixes documents, which refuses rows of several."""
+    with mock.patch("meshkit.step._documents.PackedRows.mix", return_value=True):
+        return what(*args)
+
+
+@pytest.mark.parametrize("what", [policies_on_mesh, critic_on_mesh])
+@pytest.mark.parametrize(
+    ("ranks", "axes", "where", "budget", "microbatches"),
+    [(1, "", "turns", 12, 1), (3, "dp_shard=3", "last", 64, 2), (4, "dp_shard=2 cp=2", "turns", 24, 1)],
+)
+def test_an_answer_in_a_row_of_its_own_is_learnt_alike(
+    what: object, ranks: int, axes: str, where: str, budget: int, microbatches: int
+) -> None:
+    for found in pool(ranks).run(unpacked_on_mesh, what, axes, where, budget, microbatches):
         assert max(found.values()) < TOL_FP64, found
 
 
