@@ -73,16 +73,22 @@ def _masked(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 def _has_later_documents(positions: Tensor, batch: Batch) -> bool:
-    later = (positions.diff(dim=1) != 1).cumsum(1) > 0
-    return bool((later & _learnt(batch)[:, 1:]).any())
+    begins, real = positions[:, 1:] == 0, _real(batch)
+    if real is not None:  # what is before it is no padding
+        begins = begins & real[:, 1:] & real[:, :-1]
+    return bool(((begins.cumsum(1) > 0) & _learnt(batch)[:, 1:]).any())
 
 
 def _learnt(batch: Batch) -> Tensor:
     """[B, T]: tokens of examples, not of what fills a row up."""
     if "segment_ids" in batch:
         return batch["segment_ids"] > 0
-    labels, ids = batch.get("labels"), batch["input_ids"]
+    labels, ids, real = batch.get("labels"), batch["input_ids"], _real(batch)
     if labels is not None and labels.shape == ids.shape:
         return labels != IGNORED
-    real = batch.get("attention_mask")
-    return torch.ones_like(ids, dtype=torch.bool) if real is None or real.shape != ids.shape else real > 0
+    return torch.ones_like(ids, dtype=torch.bool) if real is None else real
+
+
+def _real(batch: Batch) -> Tensor | None:
+    mask = batch.get("attention_mask")
+    return mask > 0 if mask is not None and mask.shape == batch["input_ids"].shape else None
