@@ -19,6 +19,7 @@ from meshkit.errors import PlanError
 from meshkit.mask import Mask
 from meshkit.moe.real_tokens import only_first
 from meshkit.moe.replay import has_known_place
+from meshkit.parallel.context._cache import not_kept
 from meshkit.parallel.context._doors import Doors
 from meshkit.parallel.context._foreign import is_transformers
 from meshkit.parallel.context._groups import costs_of
@@ -246,6 +247,8 @@ def _call(program: Program, policy: ContextPolicy) -> Call | None:
         return None
     kwargs = {name: value for name, value in example.kwargs.items() if name not in ("mask", "attention_mask")}
     kwargs.setdefault("position_ids", torch.empty(ids.shape[:2], dtype=torch.int64, device="meta"))
+    if program.example is None and is_transformers(program.model):
+        kwargs |= not_kept(program.model)  # as `step.model_inputs` gives it with position_ids
     rows = ids.shape[0] if policy.whole else None
     return Call(example.args, kwargs, ids.shape[1], frozenset({"input_ids", *example.kwargs}), rows)
 
