@@ -32,6 +32,7 @@ from meshkit.recipes import (
     RampFlags,
     Session,
     bits_per_byte,
+    build_optimizer,
     print0,
     text_tokens,
     write_sample,
@@ -96,7 +97,7 @@ def main() -> None:
     mk.init_weights(run.model, seed=config.seed, plan=run.plan)
     if config.pretrained is not None:
         mk.models.load_pretrained(run.model, config.pretrained)
-    optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = build_optimizer(config, run)
     scheduler = config.lr_schedule(optimizer)
     rows = -(-config.global_batch // mesh.data_ranks)
     print0(f"model {sum(p.numel() for p in run.full_model.parameters()):,} parameters")

@@ -34,6 +34,7 @@ from meshkit.mesh import Mesh as Mesh
 from meshkit.mesh import MeshSpec as MeshSpec
 from meshkit.mesh import init_mesh as init_mesh
 from meshkit.optim import adamw as adamw
+from meshkit.optim import muon as muon
 from meshkit.optim import lr_schedule as lr_schedule
 from meshkit.parallel import context as context
 from meshkit.parallel import expert as experts

@@ -94,6 +94,11 @@ def _answer_all(store: Any, prefix: str, start: str, size: int, timeout: timedel
     return f"{'rank' if len(missing) == 1 else 'ranks'} {few} of {size}" if missing else ""
 
 
+def ranks_per_node() -> int:
+    """By the launcher; 8 where it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+
+
 def cores_of_rank() -> int:
     """This rank's share of the cores that its process may run on, by the launcher's count of ranks on the host; at least 1.
 

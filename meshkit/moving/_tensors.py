@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,6 +26,7 @@ from meshkit.core.reshard import (
 )
 from meshkit.core.sharding import local_tensor
 from meshkit.mesh import Mesh
+from meshkit.mesh.world import ranks_per_node
 from meshkit.moving._agree import gathered
 from meshkit.step import Run
 
@@ -61,12 +61,12 @@ def move_tensors(
     own = held(old)
     told = gathered(mesh, lambda: (own, wanted))
     src, dst = (_layout([each[side] for each in told], mesh.ranks) for side in (0, 1))
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    per_node = ranks_per_node()
     users = Counter(_torch.storage_key(local_tensor(tensor)) for tensor in old.values())
     rounds, copies, lower_bound = list[tuple[Transfer, ...]](), list[Transfer](), 0
     for keys in _batches(dst, bucket_bytes):
         plan = plan_reallocation(
-            _part(src, keys), _part(dst, keys), exact=True, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node
+            _part(src, keys), _part(dst, keys), exact=True, bucket_bytes=bucket_bytes, ranks_per_node=per_node
         )
         targets = {key: make(key) for key in keys if key in wanted}
         for target in targets.values():
@@ -86,7 +86,7 @@ def move_tensors(
         copies=tuple(copies),
         lower_bound_bytes=lower_bound,
         bucket_bytes=bucket_bytes,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=per_node,
     )
 
 

@@ -14,4 +14,8 @@ from .host_offload import OffloadedAdamW as OffloadedAdamW
 from .host_offload import choose_resident as choose_resident
 from .host_offload import resident_share as resident_share
 from .low_bit import LowBitAdamW as LowBitAdamW
+from ._muon import Muon as Muon
+from ._muon import muon as muon
+from ._muon import orthogonalise as orthogonalise
+from ._whole import WholeMatrices as WholeMatrices
 from . import outer as outer

@@ -28,34 +28,38 @@ class ShardedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's is a decorated one
         loss = loss_of(closure)
         for group in self.param_groups:
-            # State is created at the first step, as torch does: a parameter that never has a gradient costs none.
-            params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                if not self.state[param]:
-                    self.state[param] = _zeros(param)
-            states = [self.state[param] for param in params]
-            beta1, beta2 = group["betas"]
-            # torch's functional form: the kernel of AdamW(fused=True) without DTensor's dispatch.
-            adamw(
-                [local_tensor(param) for param in params],
-                [local_tensor(_placed_gradient(param)) for param in params],
-                [local_tensor(state["exp_avg"]) for state in states],
-                [local_tensor(state["exp_avg_sq"]) for state in states],
-                max_exp_avg_sqs=[],
-                state_steps=[local_tensor(state["step"]) for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            self.update(group)
         return loss
 
+    def update(self, group: dict[str, Any]) -> None:
+        """Of one group of parameters."""
+        # State is created at the first step, as torch does: a parameter that never has a gradient costs none.
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
+            if not self.state[param]:
+                self.state[param] = _zeros(param)
+        states = [self.state[param] for param in params]
+        beta1, beta2 = group["betas"]
+        # torch's functional form: the kernel of AdamW(fused=True) without DTensor's dispatch.
+        adamw(
+            [local_tensor(param) for param in params],
+            [local_tensor(placed_gradient(param)) for param in params],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[local_tensor(state["step"]) for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
-def _placed_gradient(param: Tensor) -> Tensor:
+
+def placed_gradient(param: Tensor) -> Tensor:
     """The gradient with its parameter's placements.
 
     torch 2.11 leaves full gradients on unevenly sharded parameters of a compiled block: see `_torch.local_shard`.

@@ -32,6 +32,7 @@ from .inputs import instruction_rows as instruction_rows
 from .inputs import preference_rows as preference_rows
 from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
+from .optimizers import build_optimizer as build_optimizer
 from .planned import planned_ppo as planned_ppo
 from .playing import playing_engine as playing_engine
 from .policy import engine_of as engine_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from meshkit.core.reshard import (
 )
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import MeshError, PlanError
+from meshkit.mesh.world import ranks_per_node
 from meshkit.step import Run
 
 
@@ -68,7 +68,7 @@ def prepare_reallocation(
         _shards_of(src, frozen),
         _shards_of(dst, frozen),
         (mix, bucket_bytes, frozen),
-        int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
+        ranks_per_node(),
     )
     # See [Note: gather the error, then raise] in rewards/_score.py: every rank sees all requests, and refuses alike.
     requests: list[_Request] = [request] * dist.get_world_size()

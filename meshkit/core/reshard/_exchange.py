@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshkit.core.reshard._plan import ReallocationPlan, Transfer
-from meshkit.core.reshard._region import region_of, within
+from meshkit.core.reshard._region import Region, region_of, within
 from meshkit.core.sharding import local_tensor
 from meshkit.core.waiting import waiting
 
@@ -51,11 +51,15 @@ class Exchange:
 
 
 class Shards:
-    """This rank's shards by name, addressed by regions of the full tensors."""
+    """This rank's shards by name, addressed by regions of the full tensors.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    regions: of plain tensors that are parts of some; else a plain tensor is a full one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], regions: Mapping[str, Region] | None = None) -> None:
         self.local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
-        self.regions = {name: region_of(tensor) for name, tensor in tensors.items()}
+        given = regions or {}
+        self.regions = {name: given.get(name) or region_of(tensor) for name, tensor in tensors.items()}
 
     def read(self, transfer: Transfer) -> Tensor:
         # A view: `write` copies into it.

@@ -132,8 +132,10 @@ class TrainFlags(StepFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class RampFlags(TrainFlags):
-    """Training whose batch may grow."""
+    """Training whose batch may grow, by an optimizer of choice."""
 
+    optimizer: str = "adamw"
+    """adamw, muon, or "file.py:function", called as function(run, lr=, weight_decay=)"""
     last_batch: CountOrNone = 0
     """grow --global-batch to so many sequences, linearly over --ramp-tokens, with as many microbatches more; 0: never"""
     ramp_tokens: Count = 1_000_000

@@ -1,0 +1,76 @@
+"""The table of docs/optimizers.md: which optimizers on shards are those of one device, as they are run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshkit as mk
+from meshkit.core.model_state import copies_of
+from tests.compare_shards import computed_once, difference
+from tests.laws.parity.cases import Cell, batches, build, own_rows, start
+from tests.world import pool
+
+PAGE = Path(__file__).parents[2] / "docs/optimizers.md"
+LR, TOL = 1e-3, 1e-9
+MESHES = ("dp_shard=2", "dp_replicate=2", "tp=2", "dp_shard=2 tp=2", "pp=2 dp_shard=2", "cp=2")
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+TORCHS: dict[str, Make] = {
+    name: partial(getattr(torch.optim, name), lr=LR)
+    for name in ("SGD", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "Rprop", "Adafactor")
+}
+TORCHS["SGD, Nesterov"] = partial(torch.optim.SGD, lr=LR, momentum=0.9, nesterov=True)
+TORCHS["Muon, of matrices in blocks"] = partial(torch.optim.Muon, lr=LR)
+
+
+def trained_by(name: str, model: nn.Module) -> list[nn.Parameter]:
+    named = model.named_parameters()
+    return [param for own, param in named if "Muon" not in name or (param.ndim == 2 and own.startswith("layers."))]
+
+
+@lru_cache(maxsize=2)
+def reference(name: str, cell: Cell) -> dict[str, Tensor]:
+    model = build(cell)
+    optimizer = TORCHS[name](trained_by(name, model))
+    for batch in batches(cell):
+        logits = model(batch["input_ids"])
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).backward()
+        optimizer.step()
+        model.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def verdict(name: str, mesh: str) -> str:
+    cell = Cell(mesh=mesh, layers=4)
+    wanted = computed_once(reference, name, cell)
+    run = start(cell)
+    try:
+        optimizer = TORCHS[name](trained_by(name, run.model))
+        for batch in batches(cell):
+            run.forward_backward(own_rows(batch, run.mesh))
+            optimizer.step()
+            run.model.zero_grad()
+    except mk.MeshkitError:
+        return "refused"
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}"
+    copies = copies_of(run.model)
+    worst = max(difference(param, wanted[copies.get(own, own)]) for own, param in run.named_parameters())
+    return "exact" if worst <= TOL else f"off by {worst:.0e}"
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_the_page_says_what_happens(name: str) -> None:
+    found = []
+    for mesh in MESHES:
+        verdicts = set(pool(mk.MeshSpec.parse(mesh).world_size).run(verdict, name, mesh))
+        assert len(verdicts) == 1, (mesh, verdicts)
+        found.append(verdicts.pop())
+    line = f"| `torch.optim.{name.split(',')[0]}`{name[len(name.split(',')[0]) :]} | {' | '.join(found)} |"
+    assert line in PAGE.read_text().splitlines(), line
