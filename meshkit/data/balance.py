@@ -75,6 +75,7 @@ def balance_tokens(
     minibatch_of: Sequence[int] = (),
     work: Callable[[int], float] = float,
     packed: bool = True,
+    row_multiple: int = 1,
 ) -> Balance:
     """Share the examples of a step out over data ranks so that all have about as much work, in equally many microbatches.
 
@@ -83,7 +84,8 @@ def balance_tokens(
     a multiple of `microbatches`.
     minibatches: optimizer steps, of which each is balanced by itself. minibatch_of: of each example, its step.
     work(tokens) is what an example costs; with attention it grows faster than its tokens. Default: its tokens.
-    packed: False gives each example a part of its own; microbatches are then of some rows, as long as the longest example.
+    packed: False gives each example a part of its own; microbatches are then of some rows, as long as the longest example of
+    all, rounded up to row_multiple: a microbatch has more than its tokens only where one such row has.
     Raises: DataError for an example that is longer than a microbatch.
     Source: the largest differencing method, Karmarkar & Karp 1982, over ranks and then over each rank's microbatches; where
     that leaves a microbatch too full, first-fit-decreasing.
@@ -103,8 +105,8 @@ def balance_tokens(
         if packed:
             needed = max(len(_microbatches(of_rank, lengths, weights, tokens_per_microbatch)) for of_rank in by_rank)
         else:
-            rows = tokens_per_microbatch // max((lengths[number] for number in numbers), default=1)
-            needed = -(-max(map(len, by_rank)) // rows)
+            row = -(-max(lengths, default=1) // row_multiple) * row_multiple
+            needed = -(-max(map(len, by_rank)) // max(1, tokens_per_microbatch // row))
         together = max(1, -(-needed // microbatches)) * microbatches
         numbers_of_microbatches.append(together)
         for rank, of_rank in enumerate(by_rank):

@@ -1,15 +1,20 @@
 """Documents packed into a row, tried on values: whether a model that gets `position_ids` which restart keeps them apart.
 
-A copy of the model with random parameters runs on rows of two documents, then with other tokens in the first: what it returns
-of the second must be the same. Of a model that is large the copy has a few of its ids and layers, and its experts are alike.
+A copy of the model with random parameters runs on rows of two documents, then with other tokens in the first, then in the
+second: what it returns of the other one must be the same. Of a model that is large the copy has a few of its ids and layers,
+and its experts are alike.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,17 +24,23 @@ from meshkit.parallel.rows_tried import NoMessages, Undropped, random_values
 from meshkit.program import copied, without_values
 
 Call = Callable[[nn.Module, dict[str, Tensor]], Any]
+Mixing = Literal["no", "earlier", "later"]
+"""whether a token sees other documents of its row: none, those before its own, or also those after it"""
 
-_LENGTHS = (5, 7)
+_LENGTHS = (20, 28), (7, 9)  # of the two; the second where the first are too long
 _ROWS, _IDS = 2, 64
-_SMALL, _MOST = 1 << 24, 1 << 30  # elements of parameters: of a model that is not cut, and of one that is, 4 GiB
+_SMALL, _SHORT, _MOST = (
+    1 << 24,
+    1 << 27,
+    1 << 30,
+)  # elements: of a model that is whole, with all its layers, and at most
 _LAYERS = (2, 1)  # of a kind that are left of one that is cut: fewer where that is still large
 _TOLERANCE = (
     1e-4  # some models compute in fp32 whatever they are given; one that mixes documents differs in its first digits
 )
 
 
-def mixes_documents(model: nn.Module, call: Call) -> bool | None:
+def mixes_documents(model: nn.Module, call: Call) -> Mixing | None:
     """Whether what the model returns of a token depends on other documents of its row. Runs nothing of the model itself, and
     reads no parameters, so all ranks are told the same.
 
@@ -37,51 +48,66 @@ def mixes_documents(model: nn.Module, call: Call) -> bool | None:
     that is large even when cut, one whose forward raises on random values, is another in each call, or returns nothing for
     each token.
     """
-    small = sum(param.numel() for param in model.parameters()) <= _SMALL
-    tries = (model,) if small else (_cut(model, layers) for layers in _LAYERS)
-    cut = next((each for each in tries if sum(map(_held, each.parameters())) <= _MOST), None)
+    whole = sum(param.numel() for param in model.parameters()) <= _SMALL
+    cut = model if whole else _cut(model)
     if cut is None:
         return None
-    with _torch.without_modes():  # an estimate's would let tensors have no values
-        for dtype in (torch.float64, torch.float32) if small else (torch.float32,):
+    dtypes = (torch.float64, torch.float32) if whole else (torch.float32,)
+    for lengths, ids, dtype in product(_LENGTHS if whole else _LENGTHS[1:], _ids_of(cut), dtypes):
+        with (
+            _torch.without_modes(),
+            torch.device("cpu"),
+            _untouched_random(),
+        ):  # an estimate's mode would give no values
             try:
-                found = _tried(cut, call, dtype)
-            except Exception:  # of random values where it wants others, or of a dtype
+                found = _tried(cut, call, lengths, ids, dtype)
+            except Exception:  # of random values where it wants others, of more tokens than it takes, or of a dtype
                 continue
-            if found is not None:
-                return found
+        if found is not None:
+            return found
     return None
 
 
-def _tried(model: nn.Module, call: Call, dtype: torch.dtype) -> bool | None:
-    generator, (first, last) = torch.Generator().manual_seed(0), _LENGTHS
+def _tried(model: nn.Module, call: Call, lengths: tuple[int, int], kinds: int, dtype: torch.dtype) -> Mixing | None:
+    generator, (first, last) = torch.Generator().manual_seed(0), lengths
     valued = random_values(model, dtype, generator, alike=True)
-    ids = torch.randint(_ids_of(model), (_ROWS, first + last), generator=generator)
-    other = ids.clone()
-    other[:, :first] = (ids[:, :first] + 1) % _ids_of(model)
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS]).expand(_ROWS, -1)
+    ids = torch.randint(kinds, (_ROWS, first + last), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(_ROWS, -1)
 
     def run(given: Tensor) -> list[Tensor]:
         tensors: dict[int, Any] = {id(each): each for each in valued.parameters()}
         tensors |= {id(each): each.clone() for each in valued.buffers()}  # its own, for a forward may keep state
         copy = copied(valued, tensors, {})
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), collect_nothing(), Undropped(), NoMessages():
+        for module in copy.modules():
+            _detach(module)
+        with torch.no_grad(), collect_nothing(), Undropped(), NoMessages():
             torch.default_generator.manual_seed(0)
             output = call(copy, {"input_ids": given.clone(), "position_ids": positions.clone()})
         leaves = _torch.tree_leaves(getattr(output, "logits", output))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape[:2] == given.shape]
 
-    both, again, changed = map(run, (ids, ids, other))
-    if not both or not all(map(torch.equal, both, again)) or not all(map(_is_finite, (*both, *changed))):
+    both, again = run(ids), run(ids)
+    one, other = run(_changed(ids, slice(first), kinds)), run(_changed(ids, slice(first, None), kinds))
+    if not both or not all(map(torch.equal, both, again)) or not all(map(_is_finite, (*both, *one, *other))):
         return None
-    if all(_are_close(one[:, :first], another[:, :first]) for one, another in zip(both, changed, strict=True)):
+    if _are_close(both, one, slice(first)) or _are_close(both, other, slice(first, None)):
         return None  # it looks at none of this
-    return not all(_are_close(one[:, first:], another[:, first:]) for one, another in zip(both, changed, strict=True))
+    if not _are_close(both, other, slice(first)):
+        return "later"
+    return "no" if _are_close(both, one, slice(first, None)) else "earlier"
 
 
-def _ids_of(model: nn.Module) -> int:
-    """How many ids are drawn from. The largest table is that of the words: others may have a row or two."""
-    return min(_IDS, max((each.weight.shape[0] for each in _tables(model)), default=_IDS))
+def _changed(ids: Tensor, part: slice, kinds: int) -> Tensor:
+    changed = ids.clone()
+    changed[:, part] = (ids[:, part] + 1) % kinds
+    return changed
+
+
+def _ids_of(model: nn.Module) -> list[int]:
+    """How many ids are drawn from, in the order in which that is tried: the largest table is mostly that of words, but where
+    there are few."""
+    sizes = {min(_IDS, table.weight.shape[0]) for table in _tables(model)}
+    return sorted({size for size in sizes if size > 1} or {_IDS}, reverse=True)
 
 
 def _tables(model: nn.Module) -> Iterator[nn.Embedding]:
@@ -92,26 +118,59 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and float((one - other).abs().max()) <= _TOLERANCE * max(
-        1.0, float(one.abs().max())
+def _are_close(every: list[Tensor], others: list[Tensor], part: slice) -> bool:
+    return all(
+        float((one - other)[:, part].abs().max()) <= _TOLERANCE * max(1.0, float(one.abs().max()))
+        for one, other in zip(every, others, strict=True)
     )
 
 
+def _detach(module: nn.Module) -> None:
+    """What a copy shares with the user's module: hooks, which may note what they see, and tensors that are no buffers."""
+    for name, value in list(vars(module).items()):
+        if name.endswith("_hooks") and isinstance(value, dict):
+            vars(module)[name] = OrderedDict()
+        elif isinstance(value, Tensor):
+            vars(module)[name] = value.detach().clone()
+
+
+@contextmanager
+def _untouched_random() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
 # [Note: a model that is cut]
-# Whether documents are kept apart is in the code and settings of a model, and shows in a few of its layers. Of each list of
-# layers the first of each kind are left, of the largest tables the first ids, as of what has as many rows (heads). Experts in
-# one tensor are as many views of one. What is cut in a way that the forward does not bear raises, and nothing is shown.
+# Whether documents are kept apart is in the code and settings of a model, and shows in a few of its layers. The first ids
+# are left of the largest table, and of what has as many rows (a head); of each list of layers the first of each kind, where
+# all of them are too many. Experts in one tensor are as many views of one. What is cut in a way that the forward does not
+# bear raises, and nothing is shown. Not seen is a large model whose layers have the same modules, and differ in a number
+# alone.
 
 
-def _cut(model: nn.Module, most: int) -> nn.Module:
+def _cut(model: nn.Module) -> nn.Module | None:
+    """None where a layer alone is too large."""
+    every = max((len(layers) for layers in _outer_lists(model)), default=0)
+    for most, limit in ((every, _SHORT), *((each, _MOST) for each in _LAYERS)):
+        cut = _with_layers(model, most)
+        if sum(map(_held, cut.parameters())) <= limit:
+            return cut
+    return None
+
+
+def _with_layers(model: nn.Module, most: int) -> nn.Module:
     cut = without_values(model)
-    rows = {table.num_embeddings for table in _tables(cut) if table.num_embeddings > _IDS}
+    rows = max((table.num_embeddings for table in _tables(cut)), default=0)
     for module in cut.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
         for param in module._parameters.values():
-            if type(param) is nn.Parameter and param.ndim and param.shape[0] in rows:
+            if type(param) is nn.Parameter and param.ndim and param.shape[0] == rows > _IDS:
                 param.data = param.data[:_IDS]  # in place: tied ones stay tied
     for layers in _outer_lists(cut):
         seen, left = Counter[Any](), list[nn.Module]()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from meshkit.core.code import is_ours
 from meshkit.errors import PlanError
 from meshkit.loss import IGNORED
-from meshkit.parallel.documents_tried import mixes_documents
+from meshkit.mesh import Mesh
+from meshkit.parallel.documents_tried import Mixing, mixes_documents
 from meshkit.step._loss import Batch, model_inputs
 
 
@@ -21,32 +22,43 @@ class PackedRows:
     """Of a run. model: without values, as one device has it."""
 
     model: nn.Module
-    _mixes: dict[bool, bool] = field(default_factory=dict)  # by whether it gets an attention_mask
+    _mixes: dict[bool, Mixing] = field(default_factory=dict)  # by whether it gets an attention_mask
 
     def refusal(self, what: str, batch: Batch) -> str:
         """Why `what` is refused on this batch, which the model is given by `model_inputs`; else empty.
 
-        Documents are told by `position_ids` [B, T] that restart. Of those after the first of a row one must be learnt from.
+        Documents are told by `position_ids` [B, T] that restart. A mask of the batch that is not of [B, T] says by itself who
+        sees whom, as does the entry `mask`.
         """
-        positions, ids = batch.get("position_ids"), batch.get("input_ids")
-        if not isinstance(positions, Tensor) or ids is None or positions.ndim != 2 or positions.shape != ids.shape:
+        if not _may_be_packed(batch) or (mixing := self.mixing(masked="attention_mask" in batch)) == "no":
             return ""
-        if not self.mix(masked="attention_mask" in batch) or not _has_later_documents(positions, batch):
+        if not _sees_others(batch, mixing):
             return ""
-        return (
-            f"{what}: rows hold several documents (position_ids restart), and {type(self.model).__name__} mixes them: on "
-            "random values, what it returns of a document depends on the one before it. Give each document a row of its own, "
-            f"filled up by tokens of label {IGNORED}; or, if a row is meant as one text, leave position_ids away."
+        said = f"{what}: rows hold several documents (position_ids restart), and {type(self.model).__name__} mixes them: on "
+        if mixing == "earlier":
+            return said + (
+                "random values, what it returns of a document depends on the one before it. Give each document a row of its "
+                f"own, filled up by tokens of label {IGNORED} (a pair is two documents); or, if a row is meant as one text, "
+                "leave position_ids away."
+            )
+        return said + (
+            "random values, what it returns of a document depends on what comes after it, also where that fills the row up. "
+            "Give rows of one document and one length, or an attention_mask."
         )
 
-    def refuse(self, what: str, batch: Batch) -> None:
-        if refusal := self.refusal(what, batch):
+    def refuse(self, what: str, batch: Batch, mesh: Mesh) -> None:
+        """On every rank, if one has such rows. Every rank must call it. Wire: nothing, for a model that keeps them apart."""
+        if not _may_be_packed(batch) or self.mixing(masked="attention_mask" in batch) == "no":
+            return
+        refusal = self.refusal(what, batch)
+        mesh.agreement.meet(what, facts={"packed rows": refusal or "none"})
+        if refusal:
             raise PlanError(refusal)
 
-    def mix(self, *, masked: bool = False) -> bool:
-        """Whether the model mixes the documents of a row. masked: given an attention_mask beside position_ids."""
+    def mixing(self, *, masked: bool = False) -> Mixing:
+        """masked: of the model with an attention_mask of ones beside position_ids."""
         if all(_is_known(type(module)) for module in self.model.modules()):
-            return False  # parity tests show that meshkit's do not
+            return "no"  # parity tests show that meshkit's do not
         if masked not in self._mixes:
             found = mixes_documents(self.model, _masked if masked else _plain)
             if found is None:
@@ -55,7 +67,7 @@ class PackedRows:
                     "position_ids restart.",
                     stacklevel=2,
                 )
-            self._mixes[masked] = bool(found)
+            self._mixes[masked] = found or "no"
         return self._mixes[masked]
 
 
@@ -72,23 +84,33 @@ def _masked(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return _plain(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
 
 
-def _has_later_documents(positions: Tensor, batch: Batch) -> bool:
-    begins, real = positions[:, 1:] == 0, _real(batch)
-    if real is not None:  # what is before it is no padding
-        begins = begins & real[:, 1:] & real[:, :-1]
-    return bool(((begins.cumsum(1) > 0) & _learnt(batch)[:, 1:]).any())
+def _may_be_packed(batch: Batch) -> bool:
+    """By what entries there are, so that all ranks say the same."""
+    positions, ids, mask = (batch.get(name) for name in ("position_ids", "input_ids", "attention_mask"))
+    if not isinstance(positions, Tensor) or not isinstance(ids, Tensor) or "mask" in batch:
+        return False
+    return positions.ndim == ids.ndim == 2 and (mask is None or mask.ndim == 2)
+
+
+def _sees_others(batch: Batch, mixing: Mixing) -> bool:
+    """Whether a token that is learnt sees one that is not of its document."""
+    begins, real = batch["position_ids"].diff(dim=1) <= 0, batch.get("attention_mask")
+    if real is not None:
+        if bool((real > 1).any()):
+            return False  # numbers of documents, of which the model knows more than this does
+        begins = begins & (real[:, 1:] > 0) & (real[:, :-1] > 0)  # what is before it is no padding
+    learnt = _learnt(batch)
+    if mixing == "later":
+        return bool((begins.any(1) & learnt.any(1)).any())
+    return bool(((begins.cumsum(1) > 0) & learnt[:, 1:]).any())
 
 
 def _learnt(batch: Batch) -> Tensor:
     """[B, T]: tokens of examples, not of what fills a row up."""
     if "segment_ids" in batch:
         return batch["segment_ids"] > 0
-    labels, ids, real = batch.get("labels"), batch["input_ids"], _real(batch)
+    labels, ids, real = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
+    assert ids is not None
     if labels is not None and labels.shape == ids.shape:
         return labels != IGNORED
-    return torch.ones_like(ids, dtype=torch.bool) if real is None else real
-
-
-def _real(batch: Batch) -> Tensor | None:
-    mask = batch.get("attention_mask")
-    return mask > 0 if mask is not None and mask.shape == batch["input_ids"].shape else None
+    return torch.ones_like(ids, dtype=torch.bool) if real is None else real > 0

@@ -144,7 +144,7 @@ class Run:
     def keeps_documents(self) -> bool:
         """Whether its model may have packed rows: by a trial on random values, which runs once (docs/data.md). True, with a
         warning, of a model that is too large to be tried."""
-        return not self._packed.mix()
+        return self._packed.mixing() == "no"
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
@@ -541,6 +541,8 @@ class Run:
 
     def refuse_mixing(self, what: str, batch: Batch, function: OfTokens, *, index: str, microbatches: int = 1) -> None:
         """Before `infer` with a function of each token: see `step/_new_values`. Every rank must call it."""
+        if is_ours(function):
+            self._packed.refuse(what, batch, self.mesh)
         refuse_mixing(self._losses, what, batch, microbatches, function, index=index)
 
     def parts(
@@ -550,8 +552,6 @@ class Run:
 
         A microbatch without rows becomes one row with weight 0, see [Note: microbatches without rows] in step/_microbatches.
         """
-        if mask is None:
-            self._packed.refuse("inference", batch)
         return split(self.model, batch, microbatches, mask, device=self.mesh.device)
 
 

@@ -26,18 +26,12 @@ TORCHS: dict[str, Make] = {
     for name in ("SGD", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "Rprop", "Adafactor")
 }
 TORCHS["SGD, Nesterov"] = partial(torch.optim.SGD, lr=LR, momentum=0.9, nesterov=True)
-TORCHS["Muon, of matrices in blocks"] = partial(torch.optim.Muon, lr=LR)
-
-
-def trained_by(name: str, model: nn.Module) -> list[nn.Parameter]:
-    named = model.named_parameters()
-    return [param for own, param in named if "Muon" not in name or (param.ndim == 2 and own.startswith("layers."))]
 
 
 @lru_cache(maxsize=2)
 def reference(name: str, cell: Cell) -> dict[str, Tensor]:
     model = build(cell)
-    optimizer = TORCHS[name](trained_by(name, model))
+    optimizer = TORCHS[name](list(model.parameters()))
     for batch in batches(cell):
         logits = model(batch["input_ids"])
         F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).backward()
@@ -51,7 +45,7 @@ def verdict(name: str, mesh: str) -> str:
     wanted = computed_once(reference, name, cell)
     run = start(cell)
     try:
-        optimizer = TORCHS[name](trained_by(name, run.model))
+        optimizer = TORCHS[name](list(run.parameters()))
         for batch in batches(cell):
             run.forward_backward(own_rows(batch, run.mesh))
             optimizer.step()

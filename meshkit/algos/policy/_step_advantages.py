@@ -141,11 +141,13 @@ def balance_rollouts(
     microbatches: int = 1,
     minibatches: int = 1,
     values: Sequence[str] = (),
+    beside: Run | None = None,
 ) -> BalancedBatch:
     """`balance_examples` of this data rank's rollouts (perhaps none), by `answer_work`, instead of `pack_rollouts`.
 
     minibatches: optimizer steps, of which each has all answers to its prompts, so that they are the same on every mesh.
-    values: the names in `Rollout.values`. Every rank must call it. Wire: that of `balance_examples`.
+    values: the names in `Rollout.values`. beside: another run that computes with these rows, as a reference model.
+    Every rank must call it. Wire: that of `balance_examples`.
     """
     return balance_examples(
         run.mesh,
@@ -156,7 +158,7 @@ def balance_rollouts(
         minibatches=minibatches,
         minibatch_of=[rollout.key % minibatches for rollout in rollouts],
         work=answer_work(run),
-        packed=run.keeps_documents,
+        packed=run.keeps_documents and (beside is None or beside.keeps_documents),
     )
 
 
@@ -198,7 +200,7 @@ def policy_batch(
     sizes = {"tokens_per_microbatch": tokens_per_microbatch, "microbatches": microbatches, "minibatches": minibatches}
     place = None if routing == "none" else open_routers(run.model)
     named = (*values, ROUTING) if routing == "rollout" else values
-    balanced = balance_rollouts(run, rollouts, values=named, **sizes)
+    balanced = balance_rollouts(run, rollouts, values=named, beside=reference, **sizes)
     batch, count = balanced.batch, balanced.microbatches
     if (
         routing == "rollout" and place is not None and not len(batch[ROUTING])

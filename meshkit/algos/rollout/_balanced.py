@@ -131,6 +131,7 @@ def balance_examples(
         minibatch_of=[index for _, of_rank, _ in told for index in of_rank],
         work=work,
         packed=packed,
+        row_multiple=mesh.row_multiple,
     )
     rank, first = mesh.data_rank, sum(len(lengths) for lengths, *_ in told[: mesh.data_rank])
     here = {first + index: example for index, example in enumerate(examples)}

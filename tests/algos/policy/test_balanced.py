@@ -111,7 +111,7 @@ def test_any_assignment_equals_one_device(
 
 def unpacked_on_mesh(what: Callable[..., dict[str, float]], *args: object) -> dict[str, float]:
     """As of a model that mixes documents, which refuses rows of several."""
-    with mock.patch("meshkit.step._documents.PackedRows.mix", return_value=True):
+    with mock.patch("meshkit.step._documents.PackedRows.mixing", return_value="earlier"):
         return what(*args)
 
 
