@@ -94,11 +94,13 @@ def _may_be_packed(batch: Batch) -> bool:
 
 def _sees_others(batch: Batch, mixing: Mixing) -> bool:
     """Whether a token that is learnt sees one that is not of its document."""
-    begins, real = batch["position_ids"].diff(dim=1) <= 0, batch.get("attention_mask")
+    positions, real = batch["position_ids"], batch.get("attention_mask")
+    begins = positions.diff(dim=1) <= 0
     if real is not None:
         if bool((real > 1).any()):
             return False  # numbers of documents, of which the model knows more than this does
-        begins = begins & (real[:, 1:] > 0) & (real[:, :-1] > 0)  # what is before it is no padding
+        # At 0, for beside a mask positions may jump; and what is before it is no padding.
+        begins = (positions[:, 1:] == 0) & (real[:, 1:] > 0) & (real[:, :-1] > 0)
     learnt = _learnt(batch)
     if mixing == "later":
         return bool((begins.any(1) & learnt.any(1)).any())
