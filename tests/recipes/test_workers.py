@@ -54,11 +54,19 @@ def flags(out: Path, port: int, **changes: object) -> list[str]:
     return command_line(chosen, **changes)
 
 
-def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_other(
+    tmp_path: Path, verified: bool
+) -> None:
     out, port = tmp_path / "run", two_free_ports()
+    (tmp_path / "validators").write_text("hush, of validators")
+    more = ["--worker-verify", "--validator-secret", str(tmp_path / "validators")] if verified else []
     (tmp_path / "secret").write_text("hush\n")
     worker = [sys.executable, "-m", "meshkit", "rollout-worker", f"http://127.0.0.1:{port}", "--secret-file"]
     workers = [start_command([*worker, str(tmp_path / "secret"), "--tokens", "1"]) for _ in range(2)]
+    if verified:
+        validator = [*worker[:3], "rollout-validator", *worker[4:], str(tmp_path / "validators")]
+        workers.append(start_command(validator))
     killed = threading.Event()
 
     def kill() -> None:
@@ -69,12 +77,13 @@ def test_a_killed_worker_costs_no_step_and_a_trainer_that_starts_anew_finds_the_
     thread = threading.Thread(target=kill)
     thread.start()
     try:
-        status, output = run(1, RECIPE, *flags(out, port), timeout_s=200, stop=(out, 3))
+        status, output = run(1, RECIPE, *flags(out, port), *more, timeout_s=200, stop=(out, 3))
         assert status == 0 and "rollouts of workers, tokens at most 2 updates old." in output, output
-        status, output = run(2, RECIPE, *flags(out, port, mesh="dp_shard=2"), timeout_s=200)
+        status, output = run(2, RECIPE, *flags(out, port, mesh="dp_shard=2"), *more, timeout_s=200)
         assert status == 0 and re.search("resume from step [34]", output), output
-        status, said = finish(workers[1], timeout_s=60)
-        assert status == 0 and "the trainer has started anew" in said and "the run is over" in said, said
+        for other in reversed(workers[1:]):
+            status, said = finish(other, timeout_s=60)
+            assert status == 0 and "the trainer has started anew" in said and "the run is over" in said, said
     finally:
         killed.set()
         thread.join()

@@ -223,7 +223,13 @@ def test_a_group_has_arrived_when_a_validator_has_passed_it_and_a_failed_one_is_
         assert begin(server, "b", 9)[:2] == [1, 2]
         assert server.workers() == ["b"] and server.validators() == ["v"]
         server.finish(timeout_s=0.0)
+        begin(server, "b", 1)
+        began = time.monotonic()
+        server.finish(timeout_s=0.3)  # the validator has not asked since
+        assert time.monotonic() - began >= 0.3
         assert verify(server)["done"] and verify(server)["groups"] == []
+        server.finish(timeout_s=60.0)
+        assert time.monotonic() - began < 30.0
     finally:
         server.close()
 
