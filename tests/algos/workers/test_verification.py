@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import meshkit as mk
 from meshkit.algos.dataflow import PROMPTED, Call, Sample
@@ -36,6 +37,8 @@ from meshkit.algos.workers._validator import why_not
 from meshkit.algos.workers.command import build_published
 from meshkit.errors import CheckpointError, PlanError, StepError
 from meshkit.models import LLAMA_PLAN, Llama, load_pretrained
+from meshkit.recipes import rollout_flow
+from meshkit.recipes.flags import SampledFlags
 from tests.algos.workers.test_workers import (
     CONFIG,
     GOOD,
@@ -500,3 +503,34 @@ def test_a_version_that_is_not_the_newest_comes_and_only_the_origins(tmp_path: P
     assert fetch([at], tmp_path / "got", 0, digest=digests[0], **quick).name == "version-0"
     with pytest.raises(CheckpointError):
         fetch([at], tmp_path / "got", 0, digest=digests[1], **quick)
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def refused_model(folder: str) -> str:
+    """What a recipe's flow says of a model that keeps a cache of its own."""
+    mesh, shape = mk.init_mesh(), transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=32, vocab_size=40)
+    for name in ("secret", "validators"):
+        (Path(folder) / name).write_text(name)
+    config = SampledFlags(
+        out=Path(folder),
+        staleness=1,
+        worker_port=0,
+        worker_secret=Path(folder) / "secret",
+        worker_verify=True,
+        validator_secret=Path(folder) / "validators",
+    )
+    run = mk.parallelize(transformers.GPT2LMHeadModel(shape), mesh)
+    prompts: Any = None  # it is refused before it reads any
+    try:
+        rollout_flow(config, {"actor": mesh}, run, TOKENIZER, SAMPLING, prompts, [], [], engine=None)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_gives_no_fingerprints_is_refused_by_the_trainer(tmp_path: Path) -> None:
+    (error,) = pool(1).run(refused_model, str(tmp_path))
+    assert error.startswith("--worker-verify: GPT2LMHeadModel does not attend by a `mask`, and no fingerprints"), error
+    assert "Leave --worker-verify and --validator-secret out." in error and "\n" not in error
