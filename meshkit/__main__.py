@@ -1,6 +1,6 @@
 """Command line: train by a recipe or copy it, draw a pipeline schedule, estimate memory, forecast seconds, search strategies,
 place the calls of reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a
-cluster, read the last calls of a run, relay weights, write rollouts for a trainer elsewhere.
+cluster, read the last calls of a run, relay weights, write rollouts for a trainer elsewhere, or verify those of others.
 
 `meshkit` and `python -m meshkit` are the same; the name of a recipe may stand for its file.
 
@@ -22,6 +22,7 @@ python -m meshkit calls runs/sft/calls
 python -m meshkit measure-cluster
 python -m meshkit relay http://trainer:8000 --folder weights
 python -m meshkit rollout-worker http://trainer:8000 --secret-file secret
+python -m meshkit rollout-validator http://trainer:8000 --secret-file validators-secret
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from meshkit.algos.shardcast.command import RelayOptions
 from meshkit.algos.shardcast.command import command as relay_command
 from meshkit.algos.workers.command import WorkerOptions
 from meshkit.algos.workers.command import command as worker_command
+from meshkit.algos.workers.validator_command import ValidatorOptions
+from meshkit.algos.workers.validator_command import command as validator_command
 from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
@@ -246,6 +249,7 @@ def main() -> None:
                     "goodput": GoodputOptions,
                     "relay": RelayOptions,
                     "rollout-worker": WorkerOptions,
+                    "rollout-validator": ValidatorOptions,
                     "energy": Energy,
                     "calls": Calls,
                     "measure-cluster": MeasureCluster,
@@ -261,6 +265,8 @@ def main() -> None:
                 relay_command(chosen)
             elif isinstance(chosen, WorkerOptions):
                 worker_command(chosen)
+            elif isinstance(chosen, ValidatorOptions):
+                validator_command(chosen)
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)

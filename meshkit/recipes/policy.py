@@ -23,9 +23,19 @@ from meshkit.algos.dataflow import (
 )
 from meshkit.algos.policy import RolloutRules
 from meshkit.algos.reallocate import prepare_reallocation
-from meshkit.algos.rollout import REFERENCE, Engine, Sampling, VllmEngine, generate, label_log_probs
+from meshkit.algos.rollout import (
+    REFERENCE,
+    Engine,
+    Sampling,
+    VllmEngine,
+    features_of,
+    generate,
+    has_paged_cache,
+    label_log_probs,
+    most_fingerprint_bytes,
+)
 from meshkit.algos.shardcast.command import read_secret
-from meshkit.algos.workers import GIVES, WorkerFlow, WorkerPolicy, prompt_of, read_answers
+from meshkit.algos.workers import GIVES, VerifyPolicy, WorkerFlow, WorkerPolicy, prompt_of, read_answers
 from meshkit.core import _torch
 from meshkit.data import REFERENCE_ALPHABET, PromptLoader, Tokenizer, character_tokenizer, load_tokenizer
 from meshkit.errors import PlanError
@@ -73,6 +83,11 @@ def policy_meshes(config: SampledFlags) -> dict[str, Mesh]:
     ):
         if config.stream and wrong:
             raise PlanError(f"--stream {why}.")
+    if config.worker_port is None and (config.worker_verify or config.validator_secret is not None):
+        raise PlanError(
+            "--worker-verify and --validator-secret are of answers that workers write. Give a --worker-port, or leave them "
+            "out."
+        )
     if config.worker_port is not None:
         _refuse_odd_workers(config, [mesh for mesh, _ in others.values()])
     others |= {"sampler": (config.sampler_mesh, config.sampler_ranks)}
@@ -86,6 +101,14 @@ def policy_meshes(config: SampledFlags) -> dict[str, Mesh]:
 def _refuse_odd_workers(config: SampledFlags, meshes: Sequence[str | None]) -> None:
     for wrong, why in (
         (config.worker_secret is None, "needs a --worker-secret, a file with a text that workers know too"),
+        (
+            config.worker_verify and config.validator_secret is None,
+            "with --worker-verify needs a --validator-secret, a file with a text that validators know, and workers do not",
+        ),
+        (
+            config.validator_secret is not None and not config.worker_verify,
+            "has a --validator-secret, which nobody uses without --worker-verify. Give both, or neither",
+        ),
         (not config.staleness, "needs a --staleness of at least 1, the most updates between writing and learning"),
         (
             config.stream or config.sampler_mesh is not None,
@@ -331,6 +354,7 @@ def _worker_flow(
 ) -> WorkerFlow:
     """Workers write, whose samplings, seeds and precision are those of the flags."""
     assert config.worker_port is not None and config.worker_secret is not None
+    verify, features = _verification(config, actor, sampling)
     told = {"sampling": asdict(sampling), "samples": config.samples, "seed": config.seed, "precision": config.precision}
     served = WorkerPolicy(
         port=config.worker_port,
@@ -340,6 +364,7 @@ def _worker_flow(
         tokens=config.samples * sampling.max_new_tokens,
         settings=told,
         gives=GIVES,
+        verify=verify,
     )
 
     def publish(folder: Path) -> None:
@@ -352,6 +377,27 @@ def _worker_flow(
         served,
         publish=publish,
         first=partial(prompt_of, tokenizer=tokenizer),
-        read=partial(read_answers, tokenizer=tokenizer, sampling=sampling, samples=config.samples),
+        read=partial(read_answers, tokenizer=tokenizer, sampling=sampling, samples=config.samples, features=features),
         **given,
     )
+
+
+def _verification(
+    config: SampledFlags, actor: Run | None, sampling: Sampling
+) -> tuple[VerifyPolicy | None, int | None]:
+    """(how rollouts are verified, the features of the model's head): of --worker-verify.
+
+    Raises: PlanError for a model whose generation gives no fingerprints.
+    """
+    if not config.worker_verify:
+        return None, None
+    assert actor is not None and config.validator_secret is not None  # all ranks are of its mesh
+    if not has_paged_cache(actor):
+        raise PlanError(
+            f"--worker-verify: {type(actor.full_model).__name__} does not attend by a `mask`, and no fingerprints are read "
+            "from forwards over its own cache. Leave --worker-verify and --validator-secret out."
+        )
+    of_answer = most_fingerprint_bytes(sampling.max_new_tokens, config.staleness + 1)
+    secret = read_secret(config.validator_secret, verb="--validator-secret")
+    policy = VerifyPolicy(secret=secret, fingerprint_bytes=config.samples * of_answer)
+    return policy, features_of(actor, asked="--worker-verify")

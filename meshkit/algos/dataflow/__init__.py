@@ -30,4 +30,5 @@ from ._work import Work as Work
 from ._stream_call import StreamCall as StreamCall
 from ._stream_call import StreamWriter as StreamWriter
 from ._stream_flow import StreamFlow as StreamFlow
+from ._trainers import LATE as LATE
 from ._trainers import Trainers as Trainers

@@ -22,13 +22,14 @@ from meshkit.mesh import Mesh
 
 PAUSE_S = 0.002  # between two looks at what another rank has done
 LOOK_S = 1.0  # between two looks at whether one has failed
+LATE = "Generators have ended or are slow: look at what they printed, or give the flow a longer timeout."
 
 
 class Trainers:
     """The ranks of a mesh that learn. Their first rank has the buffer; whole groups are in the mailbox as `group/N`.
 
     read: brings the buffer up to date, on the first rank. lock: around each look at the buffer, where threads write it.
-    timeout: how long they wait for rollouts.
+    timeout: how long they wait for rollouts. late: why these may not have come, and what to do, as the error says it.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Trainers:
         read: Callable[[], None],
         timeout: timedelta,
         lock: AbstractContextManager[object] | None = None,
+        late: Callable[[], str] = lambda: LATE,
     ) -> None:
         self._buffer, self._mail, self._guard, self._read = buffer, mail, guard, read
-        self._timeout_s, self._lock = timeout.total_seconds(), lock or nullcontext()
+        self._timeout_s, self._lock, self._late = timeout.total_seconds(), lock or nullcontext(), late
         self._data_ranks, self._rank = data_ranks(mesh), dist.get_rank()
         self._is_first = self._rank == mesh.ranks[0]
 
@@ -99,8 +101,7 @@ class Trainers:
             if now - began > self._timeout_s:
                 raise StepError(
                     f"iteration {step}: {len(self._buffer.ready)} groups of rollouts are ready after "
-                    f"{self._timeout_s:.0f} s, and the next ones are not. Generators have ended or are slow: look at what "
-                    "they printed, or give the flow a longer timeout."
+                    f"{self._timeout_s:.0f} s, and the next ones are not. {self._late()}"
                 )
 
 

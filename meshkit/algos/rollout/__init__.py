@@ -7,6 +7,9 @@ from ._cache import CachePolicy as CachePolicy
 from ._engine import Engine as Engine
 from ._engine import Sampling as Sampling
 from ._engine import Stopping as Stopping
+from ._fingerprints import features_of as features_of
+from ._fingerprints import fingerprint_bytes as fingerprint_bytes
+from ._fingerprints import most_fingerprint_bytes as most_fingerprint_bytes
 from ._generate import generate as generate
 from ._generation import Generation as Generation
 from ._generation import has_paged_cache as has_paged_cache

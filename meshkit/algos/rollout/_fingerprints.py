@@ -77,6 +77,17 @@ def chunks_of(wrote: np.ndarray, versions: np.ndarray) -> list[np.ndarray]:
     ]
 
 
+def fingerprint_bytes(versions: np.ndarray, features: int) -> int:
+    """Of an answer whose tokens the policy wrote, all of them. versions: [N]; features: C."""
+    chunks = chunks_of(np.ones(len(versions), bool), versions)
+    return sum(chunk_entries(len(places), min(CHUNK_ENTRIES, features)) for places in chunks) * ENTRY.itemsize
+
+
+def most_fingerprint_bytes(tokens: int, versions: int) -> int:
+    """The most of an answer of so many tokens, written by weights of so many versions: each may end with part of a chunk."""
+    return (tokens + (CHUNK_TOKENS - 1) * versions) // CHUNK_TOKENS * CHUNK_ENTRIES * ENTRY.itemsize
+
+
 @dataclass(eq=False)
 class GrowingFingerprint:
     """Of an answer in progress. chunks: entries of those that are whole; codes: [K] of each token of the one that grows."""

@@ -3,4 +3,5 @@
 from ._manifest import Manifest as Manifest
 from ._nodes import Origin as Origin
 from ._nodes import Relay as Relay
+from ._nodes import fetch as fetch
 from ._serve import QuietServer as QuietServer

@@ -59,14 +59,17 @@ class Upstreams:
             raise last
         return sorted((each for each in found if each > version), reverse=True)
 
-    def manifest(self, version: int, *, secret: str) -> Manifest:
-        """Raises: CheckpointError for one that is not right, of whoever gave it, where no other has a right one."""
+    def manifest(self, version: int, *, secret: str = "", digest: str = "") -> Manifest:
+        """digest: of the manifest, where it is known. Raises: CheckpointError for one that is not right, of whoever gave it,
+        where no other has a right one; Gone where nobody has one."""
         wrong: CheckpointError | None = None
         for address in self._order():
             try:
                 manifest = Manifest.from_json(self._get(f"{address}/{version}/manifest").decode(), secret=secret)
                 if manifest.version != version:
                     raise CheckpointError(f"shardcast: {address} gives version {manifest.version} as {version}.")
+                if digest and manifest.digest != digest:
+                    raise CheckpointError(f"shardcast: {address} gives a version {version} that is not the origin's.")
                 return manifest
             except CheckpointError as error:
                 self._note_failure(address)

@@ -79,6 +79,11 @@ class Manifest:
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
+    def digest(self) -> str:
+        """Of all that it says: who has it from the origin itself needs no secret to know the manifest, and so the files."""
+        return digest_bytes(self.to_json().encode())
+
+    @property
     def total_bytes(self) -> int:
         return self._ends[-1] if self._ends else 0
 

@@ -174,17 +174,50 @@ class Relay:
 
     def _get(self, version: int) -> None:
         manifest = self.upstreams.manifest(version, secret=self._secret)
-        missing = self._store.begin(manifest)
-
-        def get(shard: int) -> None:
-            self._store.write(version, shard, self.upstreams.shard(manifest, shard))
-
-        try:
-            # In order: what is served on first is what came first.
-            with ThreadPoolExecutor(self._streams, thread_name_prefix="shardcast") as pool:
-                list(pool.map(get, missing))
-        except BaseException:
-            self._store.give_up(version)  # the next try begins with what came
-            raise
-        self._store.finish(version)
+        _receive(manifest, self._store, self.upstreams, self._streams)
         self._store.keep(self._keep)
+
+
+def fetch(
+    upstreams: Sequence[str],
+    folder: str | os.PathLike[str],
+    version: int,
+    *,
+    digest: str,
+    streams: int = 4,
+    timeout_s: float = 30.0,
+) -> Path:
+    """Get one version, also one that is not the newest, as `version-N` of a folder; what is there whole is not got again.
+
+    upstreams, streams, timeout_s: as of a `Relay`. digest: of the version's `Manifest`, as the origin's job says it: it is
+    what is held against what comes, so that no secret is needed, and nobody who has one can pass off other weights.
+    Raises: CheckpointError where no upstream has it, or none a right one.
+    """
+    folder = Path(folder)
+    whole, beside = folder / f"version-{version}", folder / f"version-{version}.json"
+    if whole.is_dir() and beside.is_file():
+        manifest = Manifest.from_json(beside.read_text(), secret="")
+        if manifest.digest == digest and manifest.fits(whole):
+            return whole
+    nodes = Upstreams(upstreams, timeout_s=timeout_s, closed=threading.Event())
+    try:
+        return _receive(nodes.manifest(version, digest=digest), Store(folder), nodes, streams)
+    except (Gone, OSError) as error:
+        raise CheckpointError(f"fetch: version {version} did not come: {error}. Look at {nodes}.") from error
+
+
+def _receive(manifest: Manifest, store: Store, upstreams: Upstreams, streams: int) -> Path:
+    """All shards that the store lacks of a version, which is whole then."""
+    missing = store.begin(manifest)
+
+    def get(shard: int) -> None:
+        store.write(manifest.version, shard, upstreams.shard(manifest, shard))
+
+    try:
+        # In order: what is served on first is what came first.
+        with ThreadPoolExecutor(streams, thread_name_prefix="shardcast") as pool:
+            list(pool.map(get, missing))
+    except BaseException:
+        store.give_up(manifest.version)  # the next try begins with what came
+        raise
+    return store.finish(manifest.version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshkit.algos.dataflow import (
+    LATE,
     SOURCE,
     Buffer,
     Call,
@@ -34,12 +36,14 @@ from meshkit.algos.dataflow import (
 )
 from meshkit.algos.shardcast import Origin
 from meshkit.algos.workers._server import Read, RolloutServer
+from meshkit.algos.workers._unverified import VerifyPolicy
 from meshkit.core import _torch
 from meshkit.errors import DataError, PlanError
 from meshkit.mesh import Mesh
 
 _numbers = itertools.count()
 KEPT = 3  # versions of the weights that workers may still get
+UNHEARD_S = 10.0  # without a validator, before it is said that groups wait for one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,8 @@ class WorkerPolicy:
     still get; what an earlier run left there is deleted. host: the address to serve at; "" is all of this machine's.
     secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of weights.
     tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: fields that it
-    makes.
-    Raises: PlanError for a port or seconds out of range, and an empty secret.
+    makes. verify: rollouts are learnt after a validator has passed them, see `VerifyPolicy`.
+    Raises: PlanError for a port or seconds out of range, an empty secret, and one that workers and validators share.
     """
 
     port: int
@@ -63,6 +67,7 @@ class WorkerPolicy:
     tokens: int
     settings: Mapping[str, Any]
     gives: Sequence[str]
+    verify: VerifyPolicy | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < (1 << 16) - 1:
@@ -71,6 +76,10 @@ class WorkerPolicy:
             raise PlanError(f"WorkerPolicy(lease_s={self.lease_s}): a lease has some seconds.")
         if not self.secret:
             raise PlanError("rollout workers are known by a secret, which is empty. Give WorkerPolicy(secret=) a text.")
+        if self.verify is not None and self.verify.secret == self.secret:
+            raise PlanError(
+                "the validators' secret is that of the workers, any of whom could then pass itself. Give validators another."
+            )
 
 
 class WorkerFlow:
@@ -81,7 +90,8 @@ class WorkerFlow:
     first(sample): what a worker gets of a first sample, as plain JSON. read(sample, answers): what is made of it and of a
     worker's answers; see `Read`.
     The first rank of the mesh has a `RolloutServer` and shardcast's `Origin`. A group whose worker is lost is written anew by
-    another, with its newest weights; no token is learnt more than `staleness` updates after the weights that wrote it.
+    another, with its newest weights; no token is learnt more than `staleness` updates after the weights that wrote it. With
+    `WorkerPolicy.verify` a group is ready when a validator has passed it, and one that fails is written anew by another.
     Wire: each version of the weights to each worker that names the origin first, tokens and log-probabilities back; between
     trainers that of `StreamFlow`.
     Raises: PlanError for calls on several meshes, and without staleness; StepError where rollouts do not come in time.
@@ -117,6 +127,11 @@ class WorkerFlow:
         self._mesh, self._calls, self._policy = meshes[on.pop()], list(calls), policy
         self._source, self._total, self._staleness, self._publish = source, total, staleness, publish
         self._next, self._published = 0, -1
+        # [Note: weights that validators need]
+        # What waits for a verdict was begun by version v, and step v + staleness does not pass before it was taken: so of the
+        # newest version s, v is at least s - staleness, and weights of all tokens are there as long as anybody needs them.
+        self._kept = KEPT if policy.verify is None else max(KEPT, staleness + 1)
+        self._unheard_since, self._warned = time.monotonic(), False
         self._firsts: dict[int, list[Sample]] = {}
         self._buffer = Buffer(Groups(lambda iteration: len(self._iteration(iteration)), total), staleness)
         self.seconds: dict[str, float] = {}
@@ -130,7 +145,14 @@ class WorkerFlow:
             self._begin_serving(first, read)
         lock = nullcontext() if self._server is None else self._server.lock
         self._trainers = Trainers(
-            self._mesh, self._buffer, self._mail, self._guard, read=self._read, timeout=timeout, lock=lock
+            self._mesh,
+            self._buffer,
+            self._mail,
+            self._guard,
+            read=self._read,
+            timeout=timeout,
+            lock=lock,
+            late=self._late,
         )
 
     def _begin_serving(
@@ -141,7 +163,7 @@ class WorkerFlow:
         policy = self._policy
         weights = policy.port + 1 if policy.port else 0
         self._origin = Origin(
-            host=policy.host, port=weights, shard_bytes=policy.shard_bytes, keep=KEPT, secret=policy.secret
+            host=policy.host, port=weights, shard_bytes=policy.shard_bytes, keep=self._kept, secret=policy.secret
         )
         shutil.rmtree(policy.folder, ignore_errors=True)
         policy.folder.mkdir(parents=True)
@@ -152,9 +174,14 @@ class WorkerFlow:
             secret=policy.secret,
             lease_s=policy.lease_s,
             tokens=policy.tokens,
-            settings={**policy.settings, "weights_port": self._origin.port},
+            settings={
+                **policy.settings,
+                "weights_port": self._origin.port,
+                "fingerprints": policy.verify is not None,
+            },
             first=lambda group: first(self._sample(group)),
             read=self._reads(read),
+            verify=policy.verify,
         )
 
     @property
@@ -220,10 +247,13 @@ class WorkerFlow:
             if self._server is not None:
                 with self._server.lock:
                     self._server.newest = self._next  # before anybody can have them
-                self._origin.publish(folder, self._next)
+                manifest = self._origin.publish(folder, self._next)
                 for old in self._policy.folder.iterdir():
-                    if int(old.name) <= self._next - KEPT:
+                    if int(old.name) <= self._next - self._kept:
                         shutil.rmtree(old)
+                with self._server.lock:
+                    out = {**self._server.weights, self._next: manifest.digest}
+                    self._server.weights = {each: out[each] for each in sorted(out)[-self._kept :]}
         self._published = self._next
         self.seconds["publish"] = self.seconds.get("publish", 0.0) + time.perf_counter() - began
 
@@ -250,6 +280,35 @@ class WorkerFlow:
         self._server.leases.expire()
         for refusal in self._server.refusals():
             warnings.warn(f"rollouts of worker {refusal} Another one writes them.", stacklevel=2)
+        self._look_for_validators()
+
+    def _look_for_validators(self) -> None:
+        """Says once that groups wait and there is no validator; again when one has come and was lost."""
+        assert self._server is not None
+        now = time.monotonic()
+        if not self._server.waiting or self._server.validators():
+            self._unheard_since, self._warned = now, False
+        elif not self._warned and now - self._unheard_since > UNHEARD_S:
+            self._warned = True
+            warnings.warn(self._unverified_groups(), stacklevel=2)
+
+    def _unverified_groups(self) -> str:
+        assert self._server is not None and self._policy.verify is not None
+        address = f"http://{self._policy.host or socket.gethostname()}:{self._server.port}"
+        return (
+            f"{self._server.waiting} groups of rollouts wait for a validator, and there is none. Start one: python -m "
+            f"meshkit rollout-validator {address} --secret-file FILE, with the validators' secret."
+        )
+
+    def _late(self) -> str:
+        """Why rollouts have not come in time."""
+        assert self._server is not None
+        if self._server.waiting and not self._server.validators():
+            return self._unverified_groups()
+        if self._server.waiting:
+            waiting = f"{self._server.waiting} groups of rollouts wait for validators, which are slow"
+            return f"{waiting}. Start more, or look at what they print."
+        return LATE
 
     def _forget(self) -> None:
         """First samples of groups that all were taken; ranks without a server read of them how many there are, no more."""
@@ -270,10 +329,12 @@ class WorkerFlow:
     def state_dict(self) -> dict[str, Any]:
         """The iteration, and the groups that are ready: no whole rollout is lost, and others are written anew.
 
+        So are those that wait for a validator: the weights that wrote them are not published again.
         The same on every rank, to be loaded on any mesh, also of another number of workers. Every rank of the world must call
         it, after a `step`. Wire: a broadcast of these, as objects.
         """
         state: dict[str, Any] = {"iteration": self._next, "total": self._total, "staleness": self._staleness}
+        state["verified"] = self._policy.verify is not None
         if self._server is not None:
             with self._server.lock:
                 self._read()
@@ -290,6 +351,7 @@ class WorkerFlow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, with the weights of its iteration.
 
+        A flow that verifies has what is ready written anew if the saved one did not verify.
         Raises: DataError for one of a larger staleness, whose rollouts may be older than this flow says, of other first
         samples, of more iterations where groups of them were begun, and of a `StreamFlow`.
         """
@@ -319,8 +381,9 @@ class WorkerFlow:
         with self._server.lock:
             buffer, leases = self._buffer, self._server.leases
             buffer.first, buffer.taken = state["buffer"]["first"], set(state["buffer"]["taken"])
-            buffer.begun, buffer.ready = dict(state["begun"]), set(state["ready"])
-            for group, samples in state["ready"].items():
+            ready = state["ready"] if self._policy.verify is None or state.get("verified") else {}
+            buffer.begun, buffer.ready = dict(state["begun"]), set(ready)
+            for group, samples in ready.items():
                 self._mail.put(f"group/{group}", [to_arrays(each) for each in samples])
             buffer.step, leases.next = self._next, state["given"]
             had = buffer.taken | buffer.ready

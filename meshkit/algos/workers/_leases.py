@@ -95,6 +95,11 @@ class Leases:
             heapq.heapify(self.free)
         self.oldest.pop(group, None)
 
+    def reopen(self, group: int, oldest: int) -> None:
+        """What was brought is no good: another writes it, or who has had its lease before."""
+        heapq.heappush(self.free, group)
+        self.oldest[group] = oldest
+
     def _free(self, group: int) -> None:
         del self.open[group]
         heapq.heappush(self.free, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from meshkit.algos.dataflow import WRITTEN, Sample
-from meshkit.algos.rollout import Sampling, Stopping, encode_prompts
+from meshkit.algos.rollout import Rollout, Sampling, Stopping, encode_prompts, fingerprint_bytes
 from meshkit.data import Record, Tokenizer
 from meshkit.errors import DataError
 
 GIVES = (*WRITTEN, "versions")
+FINGERPRINT = "fingerprint"
+CLAIMED = ("ids", "log_probs", "versions")
 
 
 def prompt_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -29,11 +32,13 @@ def read_answers(
     tokenizer: Tokenizer,
     sampling: Sampling,
     samples: int,
+    features: int | None = None,
 ) -> list[Sample]:
     """The `samples` answers to a sample's prompt as samples with the fields `GIVES`.
 
-    answers: ids, log_probs and versions of each token. Raises: DataError for answers that `sampling` cannot have drawn: too
-    few, too long or not ended, with ids that the tokenizer has not, and numbers that are no log-probabilities.
+    answers: ids, log_probs and versions of each token. features: of the model's head, where answers have fingerprints, which
+    are then a field more. Raises: DataError for answers that `sampling` cannot have drawn: too few, too long or not ended,
+    with ids that the tokenizer has not, numbers that are no log-probabilities, and without a fingerprint of their size.
     """
     stopping = Stopping(sampling, tokenizer.decode)
     if len(answers) != samples:
@@ -55,6 +60,7 @@ def read_answers(
         ends = [stopping.reason(ids[: end + 1]) for end in range(len(ids))]
         if not ends or ends[-1] is None or any(ends[:-1]):
             raise DataError(f"answer {number} of {len(ids)} tokens ends before or after its end.")
+        signed = {} if features is None else {FINGERPRINT: _fingerprint(answer, number, versions, features)}
         made.append(
             {
                 **sample,
@@ -66,9 +72,49 @@ def read_answers(
                 "truncated": ends[-1] == "length",
                 "wrote": None,
                 "routing": None,
+                **signed,
             }
         )
     return made
+
+
+def answer_of(sample: Sample) -> dict[str, Any]:
+    """What a worker says of an answer, as plain JSON, with its fingerprint if it has one."""
+    answer = {name: sample[name].tolist() for name in CLAIMED}
+    if sample[FINGERPRINT] is not None:
+        answer[FINGERPRINT] = base64.b64encode(sample[FINGERPRINT].tobytes()).decode()
+    return answer
+
+
+def claim_of(sample: Sample) -> dict[str, Any]:
+    """What a validator gets of a sample of `read_answers`: `rollout_of_claim` reads it."""
+    return {"prompt_ids": sample["prompt_ids"].tolist(), **answer_of(sample)}
+
+
+def rollout_of_claim(claim: Mapping[str, Any]) -> Rollout:
+    """The rollout that a validator verifies."""
+    return Rollout(
+        prompt_ids=np.array(claim["prompt_ids"], np.int64),
+        ids=np.array(claim["ids"], np.int64),
+        log_probs=np.array(claim["log_probs"], np.float64),
+        versions=np.array(claim["versions"], np.int64),
+        fingerprint=np.frombuffer(base64.b64decode(claim[FINGERPRINT]), np.uint8),
+    )
+
+
+def _fingerprint(answer: Mapping[str, Any], number: int, versions: list[int], features: int) -> np.ndarray:
+    text = answer.get(FINGERPRINT)
+    if not isinstance(text, str):
+        raise DataError(f"answer {number} has no fingerprint, and the trainer verifies rollouts (--worker-verify).")
+    try:
+        data = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    except ValueError as error:
+        raise DataError(f"answer {number} has a fingerprint that is no base64: {error}.") from error
+    if len(data) != (size := fingerprint_bytes(np.array(versions), features)):
+        raise DataError(
+            f"answer {number} has a fingerprint of {len(data)} bytes, and its {len(versions)} tokens have {size}."
+        )
+    return data
 
 
 def _record(sample: Sample) -> Record:

@@ -8,13 +8,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from meshkit.algos.dataflow import Buffer, Sample
 from meshkit.algos.shardcast import QuietServer
 from meshkit.algos.workers._leases import Leases
+from meshkit.algos.workers._rollouts import FINGERPRINT, claim_of
+from meshkit.algos.workers._unverified import Brought, Unverified, VerifyPolicy
 from meshkit.algos.workers._wire import SIGNATURE, UNREADABLE, signature
 from meshkit.errors import DataError, PlanError
 
@@ -22,7 +24,8 @@ from meshkit.errors import DataError, PlanError
 # A worker is a process of another job, perhaps at another site. It says token ids, their log-probabilities and the version of
 # the weights that wrote each, and nothing else: prompts, texts and where an answer ends are the trainer's own, made of the
 # ids. What does not fit (ids that do not exist, an answer that goes on after its end, weights that are not out yet or too
-# old) is refused, and the group is free again.
+# old) is refused, and the group is free again. Whether those weights wrote it is for validators to say, where there are any:
+# jobs that are trusted, and known by a secret of their own. Until one has passed a group, it is not there for the trainer.
 
 # [Note: lives of a trainer]
 # A trainer that starts anew from a checkpoint counts versions again from there, with other weights than those that came
@@ -32,6 +35,9 @@ from meshkit.errors import DataError, PlanError
 BYTES_OF_A_MESSAGE = 2**18  # beside answers
 BYTES_OF_A_TOKEN = 64  # its id, log-probability and version, as texts
 KEPT_REFUSALS = 10
+BYTES_OF_A_REASON = 300
+GROUPS_OF_A_VALIDATOR = 256  # at most, so that verdicts on them fit into a message
+VALIDATORS = ("/validator/join", "/verify", "/verdict", "/validator/leave")
 
 Read = Callable[[int, Sequence[Mapping[str, Any]]], list[Sample]]
 """(group, answers of a worker) -> its samples. Raises: DataError for what cannot be."""
@@ -48,7 +54,8 @@ class RolloutServer:
     """Serves `POST /join`, `/work`, `/rollouts` and `/leave` to workers that know the secret, until it is closed.
 
     tokens: of all answers to a prompt, the most; longer messages are not read. settings: what a worker learns when it joins.
-    first(group): what it gets of a group's first sample. read: see `Read`.
+    first(group): what it gets of a group's first sample. read: see `Read`. verify: `VALIDATORS` are served to validators too,
+    and what workers bring has arrived when one of these has passed it.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class RolloutServer:
         settings: Mapping[str, Any],
         first: Callable[[int], Mapping[str, Any]],
         read: Read,
+        verify: VerifyPolicy | None = None,
     ) -> None:
         self.lock = threading.RLock()
         """around each look at the leases and the buffer"""
@@ -70,11 +78,21 @@ class RolloutServer:
         self.newest, self.done = -1, False
         self.life = secrets.token_hex(8)
         self._settings, self._first = {**settings, "life": self.life}, first
-        self._read_answers, self._secret = read, secret
+        self._read_answers, self._secret, self._verify = read, secret, verify
         self.most_bytes = BYTES_OF_A_MESSAGE + BYTES_OF_A_TOKEN * tokens
+        self.unverified: Unverified | None = None
+        self.weights: dict[int, str] = {}
+        """versions that are still out, with the digests of their manifests"""
+        self._answers = {"/join": self._join, "/work": self._work, "/rollouts": self._rollouts, "/leave": self._leave}
+        if verify is not None:
+            self.most_bytes += verify.fingerprint_bytes * 4 // 3  # in base64
+            self.unverified = Unverified(verify.failures, lease_s, time.monotonic)
+            of_validators = (self._join_validator, self._give_unverified, self._verdict, self._leave_validator)
+            self._answers |= dict(zip(VALIDATORS, of_validators, strict=True))
         self._refused: list[str] = []
         self._arrived: list[tuple[int, list[Sample]]] = []
         self._nodes: dict[str, _Node] = {}
+        self._validators: dict[str, _Node] = {}
         handler = type("Handler", (_Handler,), {"owner": self})
         try:
             self._server = QuietServer((host, port), handler)
@@ -92,26 +110,39 @@ class RolloutServer:
             found, self._arrived = self._arrived, []
         return found
 
+    @property
+    def waiting(self) -> int:
+        """How many groups wait for a verdict."""
+        return 0 if self.unverified is None else len(self.unverified.waiting)
+
     def refusals(self) -> list[str]:
-        """What workers said that could not be, since the last call; the last ten."""
+        """What workers said that could not be, or did not pass, since the last call; the last ten."""
         with self.lock:
             found, self._refused = self._refused, []
         return found
 
     def workers(self) -> list[str]:
         """Those that were heard of lately."""
+        return self._lately(self._nodes)
+
+    def validators(self) -> list[str]:
+        """Those that were heard of lately."""
+        return self._lately(self._validators)
+
+    def _lately(self, nodes: Mapping[str, _Node]) -> list[str]:
         with self.lock:
             since = time.monotonic() - self.leases.lease_s
-            return sorted(name for name, node in self._nodes.items() if node.seen >= since)
+            return sorted(name for name, node in nodes.items() if node.seen >= since)
 
     def finish(self, *, timeout_s: float = 10.0) -> None:
-        """The run is over: return when all workers that live know it, or after the timeout."""
+        """The run is over: return when all workers and validators that live know it, or after the timeout."""
         end = time.monotonic() + timeout_s
         self.done = True
         while time.monotonic() < end:
             with self.lock:
-                if all(self._nodes[name].told for name in self.workers()):
-                    return
+                told = [nodes[name].told for nodes in (self._nodes, self._validators) for name in self._lately(nodes)]
+            if all(told):
+                return
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -119,19 +150,25 @@ class RolloutServer:
         self._server.server_close()
         self._thread.join()
 
-    # ------------------------------------------------------------------------------------------------- the workers
+    # ------------------------------------------------------------------------------------------------- all messages
 
-    def is_signed(self, path: str, body: bytes, given: str) -> bool:
-        return hmac.compare_digest(signature(self._secret, path, body).encode(), given.encode())
+    def refuse_unsigned(self, path: str, body: bytes, given: str) -> str:
+        """Why the message is not believed, "" if it is. Workers' secret opens no path of validators, nor theirs another."""
+        secret, whose = self._secret, "the secret that the trainer has"
+        if self._verify is not None and path in VALIDATORS:
+            secret, whose = self._verify.secret, "the secret that the trainer has for validators (--validator-secret)"
+        signed = hmac.compare_digest(signature(secret, path, body).encode(), given.encode())
+        return "" if signed else f"the message is not signed by {whose}"
 
     def answer(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises: KeyError for a path that there is not; DataError and what `UNREADABLE` has for odd messages."""
-        answers = {"/join": self._join, "/work": self._work, "/rollouts": self._rollouts, "/leave": self._leave}
-        function = answers[path]
-        if path != "/join" and message["life"] != self.life:
+        function = self._answers[path]
+        if not path.endswith("/join") and message["life"] != self.life:
             return {"rejoin": True}
         with self.lock:
             return function(message)
+
+    # ------------------------------------------------------------------------------------------------- the workers
 
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return self._settings
@@ -139,6 +176,7 @@ class RolloutServer:
     def _work(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, version of its weights, room for so many more groups, holds: those that it writes."""
         node, version = str(message["node"]), int(message["version"])
+        self._refuse_failed(node)
         known = self._nodes.setdefault(node, _Node(time.monotonic()))
         known.seen = time.monotonic()
         self.leases.renew(node, {int(each) for each in message["holds"]})
@@ -151,7 +189,8 @@ class RolloutServer:
 
     def _rollouts(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, group, answers."""
-        group, answers = int(message["group"]), message["answers"]
+        node, group, answers = str(message["node"]), int(message["group"]), message["answers"]
+        self._refuse_failed(node)
         if self.done or not self.leases.is_wanted(group):
             return {"taken": False}
         try:
@@ -159,11 +198,15 @@ class RolloutServer:
                 self._refuse_versions(group, [int(each) for each in answer["versions"]])
             samples = self._read_answers(group, answers)
         except (DataError, *UNREADABLE) as error:
-            self._refused = [*self._refused[1 - KEPT_REFUSALS :], f"{message['node']!s:.80}: group {group}: {error}"]
-            self.leases.renew(str(message["node"]), set())  # its groups are free
+            self._note_refusal(f"{node:.80}: group {group}: {error}")
+            self.leases.renew(node, set())  # its groups are free
             raise
+        oldest = self.leases.oldest[group]
         self.leases.finish(group)
-        self._arrived.append((group, samples))
+        if self.unverified is None:
+            self._arrived.append((group, samples))
+        else:
+            self.unverified.add(Brought(group=group, node=node, oldest=oldest, samples=samples))
         return {"taken": True}
 
     def _leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +222,76 @@ class RolloutServer:
                 "none is followed by an older one."
             )
 
+    def _refuse_failed(self, node: str) -> None:
+        if self.unverified is not None and self.unverified.refuses(node):
+            failed = self.unverified.failed[node]
+            raise DataError(
+                f"validators did not pass {len(failed)} groups of this worker, so it gets no more work of this run. The last "
+                f"one, {failed[-1]}. Look at its weights, precision and kernels."
+            )
+
+    def _note_refusal(self, line: str) -> None:
+        self._refused = [*self._refused[1 - KEPT_REFUSALS :], line]
+
+    # ------------------------------------------------------------------------------------------------- the validators
+
+    def _join_validator(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._verify is not None
+        bounds = None if self._verify.bounds is None else asdict(self._verify.bounds)
+        return {**self._settings, "bounds": bounds}
+
+    def _give_unverified(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """message: node, holds: tickets of the groups that it verifies, room for so many more."""
+        assert self.unverified is not None
+        node, room = str(message["node"]), int(message["room"])
+        known = self._validators.setdefault(node, _Node(time.monotonic()))
+        known.seen, known.told = time.monotonic(), self.done
+        self.unverified.renew(node, {int(each) for each in message["holds"]})
+        tickets = [] if self.done else self.unverified.assign(node, min(room, GROUPS_OF_A_VALIDATOR))
+        waiting = self.unverified.waiting
+        groups = [{"ticket": each, "answers": list(map(claim_of, waiting[each].samples))} for each in tickets]
+        return {
+            "groups": groups,
+            "weights": {str(each): digest for each, digest in self.weights.items()},
+            "done": self.done,
+        }
+
+    def _verdict(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """message: verdicts, each of a ticket, and why it does not pass, or ""."""
+        for each in message["verdicts"]:
+            ticket, why = int(each["ticket"]), str(each["why"])[:BYTES_OF_A_REASON]
+            if why:
+                self._write_anew(ticket, why)
+            else:
+                self._pass(ticket)
+        return {}
+
+    def _pass(self, ticket: int) -> None:
+        assert self.unverified is not None
+        if (brought := self.unverified.passes(ticket)) is not None:
+            samples = [{name: value for name, value in each.items() if name != FINGERPRINT} for each in brought.samples]
+            self._arrived.append((brought.group, samples))
+
+    def _write_anew(self, ticket: int, why: str) -> None:
+        """The group of a failed copy is free, and so are all of its worker's if this was one too many."""
+        assert self.unverified is not None
+        anew = self.unverified.fails(ticket, why)
+        for brought in anew:
+            self.leases.reopen(brought.group, brought.oldest)
+        for failed in anew[:1]:
+            end = ""
+            if self.unverified.refuses(failed.node):
+                self.leases.renew(failed.node, set())
+                self._nodes.pop(failed.node, None)
+                end = " It gets no more work."
+            self._note_refusal(f"{failed.node:.80}: group {failed.group}: {why}.{end}")
+
+    def _leave_validator(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.unverified is not None
+        self.unverified.renew(str(message["node"]), set())
+        self._validators.pop(str(message["node"]), None)
+        return {}
+
 
 class _Handler(BaseHTTPRequestHandler):
     owner: RolloutServer
@@ -193,8 +306,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not 0 <= size <= self.owner.most_bytes:  # before it is known who sends it
             return self._end(413, b"the message is too large")
         body = self.rfile.read(size)
-        if not self.owner.is_signed(self.path, body, self.headers.get(SIGNATURE, "")):
-            return self._end(403, b"the message is not signed by the secret that the trainer has")
+        if why := self.owner.refuse_unsigned(self.path, body, self.headers.get(SIGNATURE, "")):
+            return self._end(403, why.encode())
         try:
             answer = self.owner.answer(self.path, json.loads(body))
         except KeyError as error:

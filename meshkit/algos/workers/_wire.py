@@ -6,7 +6,9 @@ import hashlib
 import hmac
 import http.client
 import json
+import secrets
 import socket
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,19 +23,28 @@ class Unreachable(Exception):
     """The other side does not answer now; it may later."""
 
 
+class Rejoin(Exception):
+    """The trainer has started anew. See [Note: lives of a trainer]."""
+
+
 def signature(secret: str, path: str, body: bytes) -> str:
     return hmac.new(secret.encode(), path.encode() + b"\0" + body, hashlib.sha256).hexdigest()
 
 
 class Link:
-    """A worker's side: `ask` the trainer, over one connection that is made anew where it breaks."""
+    """A worker's or validator's side: `ask` the trainer, over one connection that is made anew where it breaks.
 
-    def __init__(self, address: str, *, secret: str, timeout_s: float) -> None:
+    role: as errors call it. timeout_s: of an answer. patience_s: how long the trainer may not answer, as while it starts
+    anew.
+    """
+
+    def __init__(self, address: str, *, secret: str, role: str, patience_s: float, timeout_s: float = 30.0) -> None:
         parts = urlsplit(address)
         if parts.scheme != "http" or parts.hostname is None:
-            raise PlanError(f"rollout worker: {address!r} is no address. Give one as http://trainer:8000.")
+            raise PlanError(f"{role}: {address!r} is no address. Give one as http://trainer:8000.")
         self.host, self._port = parts.hostname, parts.port or 80
         self._secret, self._timeout_s = secret, timeout_s
+        self._role, self._patience_s = role, patience_s
         self._connection: http.client.HTTPConnection | None = None
 
     def ask(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +70,23 @@ class Link:
             raise StepError(f"what came from {self.host}:{self._port} is no answer of a trainer.")
         return answer
 
+    def ask_patiently(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
+        """As `ask`, again and again while the trainer does not answer. Raises: Rejoin; StepError when patience ends."""
+        end = time.monotonic() + self._patience_s
+        while True:
+            try:
+                answer = self.ask(path, message)
+                if "rejoin" in answer:
+                    raise Rejoin
+                return answer
+            except Unreachable as error:
+                if time.monotonic() > end:
+                    raise StepError(
+                        f"{self._role}: the trainer has not answered {path} for {self._patience_s:.0f} s: {error}. Look "
+                        "whether it lives, and at its address."
+                    ) from error
+                time.sleep(1.0)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -66,4 +94,5 @@ class Link:
 
 
 def node_name(process: int) -> str:
-    return f"{socket.gethostname()}-{process}"
+    """Of a worker or validator. Drawn, in part: nobody can guess another's, and bring what is then held against it."""
+    return f"{socket.gethostname()}-{process}-{secrets.token_hex(8)}"

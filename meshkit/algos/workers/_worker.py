@@ -13,7 +13,8 @@ from typing import Any
 from meshkit.algos.dataflow import SOURCE, Sample, StreamWriter, generation_call
 from meshkit.algos.rollout import CachePolicy, Sampling
 from meshkit.algos.shardcast import Relay
-from meshkit.algos.workers._wire import Link, Unreachable, node_name
+from meshkit.algos.workers._rollouts import answer_of
+from meshkit.algos.workers._wire import Link, Rejoin, Unreachable, node_name
 from meshkit.data import load_tokenizer
 from meshkit.errors import CheckpointError, StepError
 from meshkit.mesh import Mesh
@@ -21,7 +22,6 @@ from meshkit.models import load_pretrained
 from meshkit.step import Run
 
 IDLE_S = 0.2  # between two questions of a worker that has nothing to write
-SENT = ("ids", "log_probs", "versions")
 
 
 @dataclass
@@ -34,10 +34,6 @@ class _Plan:
     rejoin: bool = False
 
 
-class Rejoin(Exception):
-    """The trainer has started anew. See [Note: lives of a trainer]."""
-
-
 class Desk:
     """The first rank's side: talks with the trainer, and gets weights from it or from relays.
 
@@ -47,9 +43,12 @@ class Desk:
     def __init__(
         self, address: str, folder: Path, *, secret: str, upstreams: tuple[str, ...], timeout_s: float
     ) -> None:
-        self._link, self._timeout_s = Link(address, secret=secret, timeout_s=30.0), timeout_s
+        self._link, self._timeout_s = (
+            Link(address, secret=secret, role="rollout worker", patience_s=timeout_s),
+            timeout_s,
+        )
         self.node, self._writes = node_name(os.getpid()), set[int]()
-        self.settings = self._patiently("/join", {})
+        self.settings = self._link.ask_patiently("/join", {})
         self._said = {"node": self.node, "life": str(self.settings["life"])}
         origin = f"http://{self._link.host}:{int(self.settings['weights_port'])}"
         # Three versions: one is read while the next two come. Those of another life are others.
@@ -67,13 +66,13 @@ class Desk:
         """Bring a group's answers. Whether they were taken: somebody else may have brought them."""
         group = made[0][SOURCE]
         self._writes.discard(group)
-        answers = [{name: sample[name].tolist() for name in SENT} for sample in made]
-        return bool(self._patiently("/rollouts", {**self._said, "group": group, "answers": answers})["taken"])
+        answers = [answer_of(sample) for sample in made]
+        return bool(self._link.ask_patiently("/rollouts", {**self._said, "group": group, "answers": answers})["taken"])
 
     def ask(self, version: int, rooms: list[int]) -> _Plan:
         """Groups for data ranks that have so much room: one after the other to the one with most."""
         asked = {"version": version, "room": sum(max(room, 0) for room in rooms), "holds": sorted(self._writes)}
-        answer = self._patiently("/work", {**self._said, **asked})
+        answer = self._link.ask_patiently("/work", {**self._said, **asked})
         begin: list[list[Sample]] = [[] for _ in rooms]
         left = list(rooms)
         for each in answer["groups"]:
@@ -91,23 +90,6 @@ class Desk:
             self._link.ask("/leave", self._said)
         self._link.close()
         self._relay.close()
-
-    def _patiently(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
-        """A trainer that starts anew does not answer for a while. Raises: Rejoin."""
-        end = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                answer = self._link.ask(path, message)
-                if "rejoin" in answer:
-                    raise Rejoin
-                return answer
-            except Unreachable as error:
-                if time.monotonic() > end:
-                    raise StepError(
-                        f"rollout worker: the trainer has not answered {path} for {self._timeout_s:.0f} s: {error}. Look "
-                        "whether it lives, and at its address."
-                    ) from error
-                time.sleep(1.0)
 
 
 def work(
@@ -131,7 +113,8 @@ def work(
     a data rank writes at the same time. timeout_s: how long a trainer may not answer, as while it starts anew. report: gets
     lines, on the first rank.
     Wire: of the first rank, HTTP with the trainer; between ranks that of `Generation`, and two values of the host a look.
-    Raises: StepError for a trainer that does not answer, and one that refuses what is sent.
+    Raises: StepError for a trainer that does not answer, and one that refuses what is sent, or, after validators have not
+    passed it, more of it.
     """
     taken, over = 0, False
     while not over:
@@ -200,6 +183,7 @@ def _writer(run: Run, folder: Path, settings: Mapping[str, Any], tokens: int, se
         seed=settings["seed"],
         tokens=tokens,
         cache=None if sequences is None else CachePolicy(max_sequences=sequences),
+        fingerprints=settings["fingerprints"],
     )
     assert call.writer is not None
     return call.writer

@@ -174,6 +174,11 @@ class SampledFlags(PolicyFlags, SamplerFlags):
     """a file with the secret that workers know too"""
     worker_lease: Positive = 30.0
     """seconds after which a worker that is not heard of is lost, and what it wrote is given to others"""
+    worker_verify: bool = False
+    """learn what workers write after `python -m meshkit rollout-validator` has verified by its fingerprints that the right
+    weights wrote it"""
+    validator_secret: Path | None = None
+    """a file with the secret of validators, which workers do not know"""
 
     @property
     def in_calls(self) -> bool:

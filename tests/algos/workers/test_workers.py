@@ -21,7 +21,16 @@ import torch.distributed as dist
 import meshkit as mk
 from meshkit.algos.dataflow import PROMPTED, Buffer, Call, Groups, Sample
 from meshkit.algos.rollout import Sampling
-from meshkit.algos.workers import GIVES, RolloutServer, WorkerFlow, WorkerPolicy, prompt_of, read_answers, work
+from meshkit.algos.workers import (
+    GIVES,
+    RolloutServer,
+    VerifyPolicy,
+    WorkerFlow,
+    WorkerPolicy,
+    prompt_of,
+    read_answers,
+    work,
+)
 from meshkit.algos.workers._wire import SIGNATURE, signature
 from meshkit.algos.workers.command import build_published
 from meshkit.data import REFERENCE_ALPHABET, character_tokenizer
@@ -51,7 +60,16 @@ def source(iteration: int) -> list[Sample]:
     return [{"key": key, "fields": {"prompt": f"{key}+{key}="}} for key in keys]
 
 
-def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, folder: Path, **changes: Any) -> WorkerFlow:
+def flow_on(
+    mesh: mk.Mesh,
+    calls: list[Call],
+    run: mk.Run | None,
+    folder: Path,
+    *,
+    verify: VerifyPolicy | None = None,
+    timeout: timedelta = timedelta(seconds=60),
+    **changes: Any,
+) -> WorkerFlow:
     policy: dict[str, Any] = {"port": 0, "folder": folder, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0}
     policy |= {"gives": GIVES, "shard_bytes": 8192, "tokens": SAMPLES * SAMPLING.max_new_tokens}
     told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
@@ -59,11 +77,17 @@ def flow_on(mesh: mk.Mesh, calls: list[Call], run: mk.Run | None, folder: Path, 
     return WorkerFlow(
         {"actor": mesh},
         calls,
-        WorkerPolicy(**policy, settings=told),
+        WorkerPolicy(**policy, settings=told, verify=verify),
         publish=lambda folder: run.export(folder, TOKENIZER) if run else _without_weights(folder),
         first=partial(prompt_of, tokenizer=TOKENIZER),
-        read=partial(read_answers, tokenizer=TOKENIZER, sampling=SAMPLING, samples=SAMPLES),
-        timeout=timedelta(seconds=60),
+        read=partial(
+            read_answers,
+            tokenizer=TOKENIZER,
+            sampling=SAMPLING,
+            samples=SAMPLES,
+            features=None if verify is None else CONFIG.hidden_size,
+        ),
+        timeout=timeout,
         **options,
     )
 
@@ -170,7 +194,7 @@ def test_each_answer_is_learnt_once_with_the_log_probs_of_the_weights_that_wrote
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-def served() -> RolloutServer:
+def served(verify: VerifyPolicy | None = None) -> RolloutServer:
     """Weights of version 2 are out, and all iterations may be begun."""
     buffer = Buffer(Groups(lambda iteration: 3, 4), 9)
 
@@ -187,8 +211,14 @@ def served() -> RolloutServer:
         settings={"seed": 1},
         first=lambda group: prompt_of(first(group), TOKENIZER),
         read=lambda group, answers: read_answers(
-            first(group), answers, tokenizer=TOKENIZER, sampling=SAMPLING, samples=SAMPLES
+            first(group),
+            answers,
+            tokenizer=TOKENIZER,
+            sampling=SAMPLING,
+            samples=SAMPLES,
+            features=None if verify is None else CONFIG.hidden_size,
         ),
+        verify=verify,
     )
     server.newest = 2
     return server
@@ -206,8 +236,8 @@ def sent(server: RolloutServer, path: str, body: bytes, *, secret: str = SECRET,
         return response.status, response.read().decode()
 
 
-def asked(server: RolloutServer, path: str, message: Mapping[str, Any]) -> tuple[int, Any]:
-    status, text = sent(server, path, json.dumps({"life": server.life, **message}).encode())
+def asked(server: RolloutServer, path: str, message: Mapping[str, Any], *, secret: str = SECRET) -> tuple[int, Any]:
+    status, text = sent(server, path, json.dumps({"life": server.life, **message}).encode(), secret=secret)
     return status, json.loads(text) if status == 200 else text
 
 
