@@ -28,7 +28,7 @@ Mixing = Literal["no", "earlier", "later"]
 """whether a token sees other documents of its row: none, those before its own, or also those after it"""
 
 _LENGTHS = (20, 28), (7, 9)  # of the two; the second where the first are too long
-_ROWS, _IDS = 2, 64
+_ROWS, _IDS, _FEWER = 2, 64, (16, 4)
 _SMALL, _SHORT, _MOST = (
     1 << 24,
     1 << 27,
@@ -105,9 +105,9 @@ def _changed(ids: Tensor, part: slice, kinds: int) -> Tensor:
 
 def _ids_of(model: nn.Module) -> list[int]:
     """How many ids are drawn from, in the order in which that is tried: the largest table is mostly that of words, but where
-    there are few."""
+    there are few; and a model may have a table that is no nn.Embedding."""
     sizes = {min(_IDS, table.weight.shape[0]) for table in _tables(model)}
-    return sorted({size for size in sizes if size > 1} or {_IDS}, reverse=True)
+    return sorted({size for size in sizes if size > 1} | {_IDS, *_FEWER}, reverse=True)
 
 
 def _tables(model: nn.Module) -> Iterator[nn.Embedding]:

@@ -212,6 +212,19 @@ class ByHand(nn.Module):
         return out
 
 
+class OwnTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(30, 8))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.table[input_ids]
+
+
+def test_a_table_may_be_a_parameter_of_few_rows() -> None:
+    assert mixes_documents(OwnTable(), call) == "no"
+
+
 def test_models_by_hand() -> None:
     assert mixes_documents(ByHand(), call) == "earlier"
     assert mixes_documents(ByHand(ahead=True), call) == "later"
