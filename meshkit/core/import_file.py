@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from meshkit.errors import PlanError
 
 
 def import_file(path: Path) -> ModuleType:
@@ -16,6 +20,22 @@ def import_file(path: Path) -> ModuleType:
     """
     path = path.resolve()
     return _imported(path, path.stat().st_mtime_ns)
+
+
+def import_function(word: str, *, asked: str) -> Callable[..., Any]:
+    """Of `file.py:function`. asked: the flag, for errors.
+
+    Raises: PlanError for a file that cannot be imported, or has no such function; OSError without the file.
+    """
+    file, _, name = word.rpartition(":")
+    try:
+        function = getattr(import_file(Path(file)), name, None)
+    except ImportError as error:
+        raise PlanError(f"{asked} {file}: cannot be imported: {error}.") from error
+    if not callable(function):
+        raise PlanError(f"{asked} {word}: the file has no function {name!r}.")
+    found: Callable[..., Any] = function
+    return found
 
 
 @cache

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from meshkit.core.import_file import import_file
+from meshkit.core.import_file import import_function
 from meshkit.errors import PlanError
 from meshkit.optim import adamw, muon
 from meshkit.recipes.flags import RampFlags
@@ -33,16 +33,9 @@ def build_optimizer(config: RampFlags, run: Run) -> Optimizer:
 
 
 def _of_file(word: str) -> Callable[..., object]:
-    file, _, name = word.rpartition(":")
+    file = word.rpartition(":")[0]
     if not file or not Path(file).is_file():
         raise PlanError(
             f'--optimizer {word}: neither one of {", ".join(OPTIMIZERS)} nor "file.py:function" of a file that exists.'
         )
-    try:
-        function = getattr(import_file(Path(file)), name, None)
-    except ImportError as error:
-        raise PlanError(f"--optimizer {word}: the file cannot be imported: {error}.") from error
-    if not callable(function):
-        raise PlanError(f"--optimizer {word}: the file has no function {name!r}.")
-    found: Callable[..., object] = function
-    return found
+    return import_function(word, asked="--optimizer")

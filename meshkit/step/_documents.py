@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from meshkit.mesh import Mesh
 from meshkit.parallel.documents_tried import Mixing, mixes_documents
 from meshkit.step._loss import Batch, model_inputs
 
+Masked = Literal["none", "ones", "numbers"]
+
 
 @dataclass(eq=False)
 class PackedRows:
     """Of a run. model: without values, as one device has it."""
 
     model: nn.Module
-    _mixes: dict[bool, Mixing] = field(default_factory=dict)  # by whether it gets an attention_mask
+    _mixes: dict[Masked, Mixing] = field(default_factory=dict)  # by the attention_mask that it gets
 
     def refusal(self, what: str, batch: Batch) -> str:
         """Why `what` is refused on this batch, which the model is given by `model_inputs`; else empty.
@@ -30,9 +33,11 @@ class PackedRows:
         Documents are told by `position_ids` [B, T] that restart. A mask of the batch that is not of [B, T] says by itself who
         sees whom, as does the entry `mask`.
         """
-        if not _may_be_packed(batch) or (mixing := self.mixing(masked="attention_mask" in batch)) == "no":
+        if not _may_be_packed(batch) or (mixing := self.mixing(_masked(batch))) == "no":
             return ""
-        if not _sees_others(batch, mixing):
+        if "attention_mask" in batch and bool((batch["attention_mask"] > 1).any()):
+            mixing = self.mixing("numbers")
+        if mixing == "no" or not _sees_others(batch, mixing):
             return ""
         said = f"{what}: rows hold several documents (position_ids restart), and {type(self.model).__name__} mixes them: on "
         if mixing == "earlier":
@@ -48,19 +53,19 @@ class PackedRows:
 
     def refuse(self, what: str, batch: Batch, mesh: Mesh) -> None:
         """On every rank, if one has such rows. Every rank must call it. Wire: nothing, for a model that keeps them apart."""
-        if not _may_be_packed(batch) or self.mixing(masked="attention_mask" in batch) == "no":
+        if not _may_be_packed(batch) or self.mixing(_masked(batch)) == "no":
             return
         refusal = self.refusal(what, batch)
         mesh.agreement.meet(what, facts={"packed rows": refusal or "none"})
         if refusal:
             raise PlanError(refusal)
 
-    def mixing(self, *, masked: bool = False) -> Mixing:
-        """masked: of the model with an attention_mask of ones beside position_ids."""
+    def mixing(self, masked: Masked = "none") -> Mixing:
+        """masked: by an attention_mask beside position_ids: of ones, or of the numbers of documents."""
         if all(_is_known(type(module)) for module in self.model.modules()):
             return "no"  # parity tests show that meshkit's do not
         if masked not in self._mixes:
-            found = mixes_documents(self.model, _masked if masked else _plain)
+            found = mixes_documents(self.model, _CALLS[masked])
             if found is None:
                 warnings.warn(
                     f"{type(self.model).__name__} could not be tried on packed rows: see that it keeps documents apart where "
@@ -79,9 +84,21 @@ def _plain(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return model(**model_inputs(model, batch))
 
 
-def _masked(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+def _with_ones(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """All tokens are real: with such a mask models of transformers do not look at positions."""
     return _plain(model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
+
+
+def _with_numbers(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return _plain(model, {**batch, "attention_mask": (batch["position_ids"] == 0).cumsum(1)})
+
+
+_CALLS: dict[Masked, Callable[..., Any]] = {"none": _plain, "ones": _with_ones, "numbers": _with_numbers}
+
+
+def _masked(batch: Batch) -> Masked:
+    """By what entries there are, so that all ranks say the same."""
+    return "ones" if "attention_mask" in batch else "none"
 
 
 def _may_be_packed(batch: Batch) -> bool:
@@ -97,8 +114,6 @@ def _sees_others(batch: Batch, mixing: Mixing) -> bool:
     positions, real = batch["position_ids"], batch.get("attention_mask")
     begins = positions.diff(dim=1) <= 0
     if real is not None:
-        if bool((real > 1).any()):
-            return False  # numbers of documents, of which the model knows more than this does
         # At 0, for beside a mask positions may jump; and what is before it is no padding.
         begins = (positions[:, 1:] == 0) & (real[:, 1:] > 0) & (real[:, :-1] > 0)
     learnt = _learnt(batch)

@@ -296,7 +296,29 @@ def of_mask(name: str) -> list[str]:
 
 
 def test_a_mask_that_tells_documents_apart_is_left_to_the_model() -> None:
-    assert pool(1).run(of_mask, "Llama")[0][0] == ""
+    pairs, numbers = pool(1).run(of_mask, "Llama")[0]
+    assert pairs == ""
+    assert "LlamaForCausalLM mixes them" in numbers  # to transformers they are ones
+
+
+class ByNumbers(ByHand):
+    """To which an attention_mask is the number of each token's document."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x, number = self.words(input_ids), attention_mask
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        seen = seen & (number[:, :, None] == number[:, None])
+        out: Tensor = self.head(F.scaled_dot_product_attention(x, x, x, attn_mask=seen))
+        return out
+
+
+def by_numbers() -> float:
+    run = mk.parallelize(ByNumbers(), mk.init_mesh("tp=1"))
+    return float(run.forward_backward({**packed(), "attention_mask": (packed()["position_ids"] == 0).cumsum(1)}))
+
+
+def test_numbers_of_documents_are_tried_as_numbers() -> None:
+    assert pool(1).run(by_numbers)[0] > 0
 
 
 def of_filling() -> list[str]:

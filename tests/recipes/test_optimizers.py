@@ -48,7 +48,7 @@ def test_by_file(tmp_path: Path) -> None:
     assert missing.endswith("the file has no function 'other'.")
     file.write_text("import nowhere")
     (broken,) = pool(1).run(made, f"{file}:sgd")
-    assert "the file cannot be imported: ModuleNotFoundError: No module named 'nowhere'." in broken
+    assert "own.py: cannot be imported: ModuleNotFoundError: No module named 'nowhere'." in broken
 
 
 @pytest.mark.parametrize("word", ["lion", "nowhere.py:sgd", ":", ""])

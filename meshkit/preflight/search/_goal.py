@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from meshkit.cluster import Cluster
-from meshkit.core.import_file import import_file
+from meshkit.core.import_file import import_function
 from meshkit.errors import PlanError
 from meshkit.preflight.forecast import Forecast
 
@@ -25,13 +25,7 @@ def parse_goal(text: str) -> Goal:
     if not file.endswith(".py") or not Path(file).is_file():
         names = ", ".join(get_args(Named))
         raise PlanError(f'--goal {text!r}: choose one of {names}, or give "file.py:function" with a file that exists.')
-    try:
-        function = getattr(import_file(Path(file)), name, None)
-    except ImportError as error:
-        raise PlanError(f"--goal {file}: cannot be imported: {error}.") from error
-    if not callable(function):
-        raise PlanError(f"--goal {text}: the file has no function {name!r}.")
-    return function  # type: ignore[no-any-return]
+    return import_function(text, asked="--goal")
 
 
 def refuse_goal(goal: object, cluster: Cluster) -> None:
