@@ -24,6 +24,8 @@ TABLE = Path(__file__).parent / "published_runs.csv"
 SCHEDULES = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "ZB-2p*": "zb-h2", "ZB-V": "zbv", "": "1f1b"}
 # Layers of table 6 of the zero-bubble papers, which it does not print: as the models of these names in their table 4.
 HIDDEN = {"GPT-6.2B": (30, 4096), "GPT-14.6B": (46, 5120), "GPT-28.3B": (62, 6144)}
+# Heads that a table does not print, by (source, hidden): its text has them.
+HEADS = {("bloom_chronicles", 14400): 96}
 PEAKS = {"A100": 312e12, "A800": 312e12, "H100": 989.4e12, "B200": 2250e12, "GB200": 2500e12, "GB300": 2500e12}
 
 
@@ -171,6 +173,8 @@ def _heads(row: Row, hidden: int) -> int:
     """As printed, else heads of about 128 features that tp divides."""
     if row.fields["heads"]:
         return row.number("heads")
+    if (row.source, hidden) in HEADS:
+        return HEADS[row.source, hidden]
     return next(hidden // width for width in (128, 120, 112, 104, 144, 96, 64) if hidden % (8 * width) == 0)
 
 
@@ -200,13 +204,15 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabu
 
 
 # Host seconds of a kernel, with the Python around it: fitted, one number for each kind of trainer. A fused kernel of
-# Megatron's stands for several operators of a module that the host walks through.
-LAUNCH_S = {"megatron": 62e-6, "fsdp": 20e-6, "graphs": 5e-6}
+# Megatron's stands for several operators of a module that the host walks through. BLOOM's host waited for each of them.
+LAUNCH_S = {"megatron": 62e-6, "fsdp": 20e-6, "graphs": 5e-6, "blocking": 250e-6}
 
 
 def _trainer(row: Row) -> str:
     if row.source.startswith(("megatron_bridge", "simumax")):
         return "graphs"  # CUDA graphs, or so large that the host is never seen
+    if row.source.startswith("bloom"):
+        return "blocking"  # its scripts set CUDA_LAUNCH_BLOCKING=1
     return "fsdp" if row.source.startswith("mosaicml") else "megatron"
 
 
@@ -224,6 +230,11 @@ def cluster_of(row: Row) -> Cluster:
         )
     if "40gb" in row.network:
         cluster = replace(cluster, device=replace(cluster.device, memory_bytes_per_s=1.555e12))
-    if "OmniPath" in row.network:  # four of 100 Gb/s for eight ranks
-        cluster = replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], bytes_per_s=6.25e9)))
-    return replace(cluster, device=replace(cluster.device, launch_s=LAUNCH_S[_trainer(row)]))
+    if "OmniPath" in row.network:
+        # Four of 100 Gb/s for eight ranks. Four GPUs are joined by NVLink, four links each, and the two fours by PCIe 4.
+        nvlink, rail = cluster.tiers
+        pcie = replace(nvlink, name="pcie", bytes_per_s=32e9, efficiency=0.78)
+        cluster = replace(cluster, tiers=(replace(nvlink, ranks=4), pcie, replace(rail, bytes_per_s=6.25e9)))
+    trainer = _trainer(row)
+    device = replace(cluster.device, launch_s=LAUNCH_S[trainer], blocking=trainer == "blocking")
+    return replace(cluster, device=device)

@@ -18,7 +18,8 @@ class Efficiency:
 
     matmul, attention: of the FLOP/s; attention_backward: of attention's in backward, which multiplies five times for two.
     memory: of the bandwidth. half_features: of the rows and columns of a product, half_depth: of the length that it sums
-    over; each dim of n costs a factor n / (n + half). half_head: the same of attention's features per head. half_bytes: a
+    over; each dim of n costs a factor n / (n + half). half_unaligned: added to the half of a dim of features that is no
+    multiple of 16 bytes, which tensor cores load piece by piece. half_head: of attention's features per head. half_bytes: a
     kernel of the memory that reads and writes so many reaches half of the bandwidth.
     """
 
@@ -28,6 +29,7 @@ class Efficiency:
     memory: float = 0.85
     half_features: float = 64.0
     half_depth: float = 128.0
+    half_unaligned: float = 0.0
     half_head: float = 0.0
     half_bytes: float = 0.0
 
@@ -37,7 +39,7 @@ class Efficiency:
                 raise ClusterError(
                     f"efficiency.{name}={getattr(self, name)!r}: a share of the peak, above 0 and at most 1."
                 )
-        for name in ("half_features", "half_depth", "half_head", "half_bytes"):
+        for name in ("half_features", "half_depth", "half_unaligned", "half_head", "half_bytes"):
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"efficiency.{name}={getattr(self, name)!r}: a size, at least 0.")
 
@@ -71,8 +73,9 @@ class Device:
     """One accelerator. Peaks are dense, with the accumulation that training uses.
 
     flops_per_s: by dtype, as {"bfloat16": 989.4e12}. launch_s: between two kernels that the host launches one by one; nothing
-    of it is seen while the device is behind the host. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for
-    each launch. context_bytes: what the driver takes of the memory; communicator_bytes: what NCCL's buffers take of it for
+    of it is seen while the device is behind the host. blocking: the host waits for each kernel, as with
+    CUDA_LAUNCH_BLOCKING=1, so all of it is seen. kernels: whose they are, "cuda" (of any GPU) or "cpu", which pays for each
+    launch. context_bytes: what the driver takes of the memory; communicator_bytes: what NCCL's buffers take of it for
     each communicator. memory_curve: measured (bytes, seconds) of kernels that are bound by the memory, by bytes; it wins over
     bandwidth and efficiency. power: its clocks; idle_watts: what it draws while it waits.
     """
@@ -82,6 +85,7 @@ class Device:
     memory_bytes_per_s: float
     flops_per_s: Mapping[str, float]
     launch_s: float = 4e-6
+    blocking: bool = False
     kernels: Kernels = "cuda"
     context_bytes: float = 0.0
     communicator_bytes: float = 0.0

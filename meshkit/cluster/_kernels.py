@@ -45,13 +45,23 @@ def kernel_s(device: Device, op: Op) -> float:
     if curve is not None:
         return max(memory_s, op.work / _measured_flops_per_s(curve, op))
     share = efficiency.matmul
-    for size, half in (
-        (op.rows, efficiency.half_features),
-        (op.columns, efficiency.half_features),
-        (op.depth, efficiency.half_depth),
+    tokens = (
+        "depth" if op.phase == "weight" else "rows"
+    )  # which may be any number: they are no dim that lies in memory last
+    for name, half in (
+        ("rows", efficiency.half_features),
+        ("columns", efficiency.half_features),
+        ("depth", efficiency.half_depth),
     ):
+        size = getattr(op, name)
+        if name != tokens and size * _itemsize(op.dtype) % 16:
+            half += efficiency.half_unaligned
         share *= size / (size + half)
     return max(memory_s, op.work / (peak * share))
+
+
+def _itemsize(dtype: str) -> int:
+    return next((size for name, size in (("float8", 1), ("float32", 4), ("float64", 8)) if dtype.startswith(name)), 2)
 
 
 def _memory_s(device: Device, size: float) -> float:

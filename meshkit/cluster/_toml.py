@@ -81,6 +81,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return tuple(_record(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is tuple:
         return _tuples(value, where)
+    if hint is bool and not isinstance(value, bool):
+        raise ClusterError(f"{where}={value!r}: give true or false.")
     wanted = {float: (int, float), int: (int,), str: (str,)}.get(hint)
     if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
         raise ClusterError(f"{where}={value!r}: give a {'text' if hint is str else 'number'}.")

@@ -27,6 +27,18 @@ def test_small_dims_reach_less() -> None:
     assert kernel_s(device, product(100, 100, 100)) == pytest.approx(2e6 / 1e12 * 2 * 2 * 4)
 
 
+def test_features_that_are_no_multiple_of_16_bytes_reach_less() -> None:
+    device = replace(DEVICE, efficiency=replace(PLAIN, half_unaligned=108))
+    aligned, unaligned = product(64, 64, 112), product(64, 64, 108)
+    assert kernel_s(device, aligned) == pytest.approx(aligned.flops / 1e12)
+    assert kernel_s(device, unaligned) == pytest.approx(2 * unaligned.flops / 1e12)
+    # Tokens are no features: they may be any number. Of fp32 four are 16 bytes.
+    assert kernel_s(device, product(108, 64, 64)) == pytest.approx(2 * 108 * 64 * 64 / 1e12)
+    assert kernel_s(device, replace(unaligned, phase="weight")) == pytest.approx(unaligned.flops / 1e12)
+    single = replace(device, flops_per_s={"float32": 1e12})
+    assert kernel_s(single, replace(unaligned, dtype="float32")) == pytest.approx(unaligned.flops / 1e12)
+
+
 def test_attention_has_a_share_of_its_own_and_executes_its_work() -> None:
     op = Op("attention", "bfloat16", 4e9, 2e9, 10, 10, 64, 1, 0.0, "forward")
     assert kernel_s(DEVICE, op) == pytest.approx(2e9 / 0.5e12)

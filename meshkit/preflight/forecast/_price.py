@@ -163,9 +163,9 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, upda
 
 
 def launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
-    """What is seen of launches: all where the host computes itself, else what the device waits for the host."""
+    """What is seen of launches: all where the host computes itself or waits, else what the device waits for the host."""
     host_s = launches * cluster.device.launch_s
-    if cluster.device.kernels == "cpu" or not host_s:
+    if cluster.device.kernels == "cpu" or cluster.device.blocking or not host_s:
         return host_s
     # The slower of the two, and where they are alike more than either: the host is not ahead of each kernel.
     return float((host_s**ALIKE + busy_s**ALIKE) ** (1 / ALIKE)) - busy_s

@@ -28,9 +28,9 @@ def neighbours(
     """
     found = []
     for change, strategy in _changed(best.strategy, fixed, space, sizes, node):
-        if ended and not pricing.is_traced(strategy):
-            continue
         try:
+            if ended and not pricing.is_traced(strategy):
+                continue
             other = pricing.tried(strategy)
         except MeshkitError as error:
             found.append(Neighbour(change, f"refused: {reason_of(error)}"))

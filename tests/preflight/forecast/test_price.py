@@ -161,6 +161,8 @@ def test_launches_are_seen_where_the_host_is_slower_than_the_device() -> None:
     for launch, kernels, seen in ((1e-6, "cuda", 0.0), (1e-3, "cuda", both), (1.0, "cuda", 999.0), (1e-4, "cpu", 0.1)):
         machine = replace(MACHINE, device=replace(MACHINE.device, launch_s=launch, kernels=kernels))
         assert price(step("dp_shard=1", parts), machine).ledger.get("launch", 0.0) == pytest.approx(seen, abs=1e-6)
+    blocking = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-4, blocking=True))
+    assert price(step("dp_shard=1", parts), blocking).ledger["launch"] == pytest.approx(0.1)
 
 
 def test_jitter_is_that_of_the_slowest_of_all_ranks() -> None:

@@ -19,6 +19,7 @@ from meshkit.parallel.shardings import shardings_of, spread_of
 from meshkit.preflight.search import min_max_partition, svg
 from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._mix import mixed_recompute
+from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._search import Level, _World
 from meshkit.preflight.search._space import Group
@@ -246,6 +247,16 @@ def test_an_ended_search_says_by_how_much_another_may_be_better(monkeypatch):
             assert ended.winner.seconds * (1 - ended.gap) <= every.winner.seconds <= ended.winner.seconds
             assert (f"nothing is better by more than {ended.gap:.1%}" in str(ended)) == (ended.gap > 0)
     assert winners[0] is None and winners[-1] is not None
+
+
+def test_a_neighbour_whose_mesh_cannot_be_is_refused_also_of_an_ended_search():
+    """A best with ep=8: on pp=2 there are four ranks of a stage."""
+    space = replace(FEWER, pp=(1, 2))
+    pricing = Pricing(moe(experts=8), CLUSTER, BATCH, next_token_loss, "time")
+    best = pricing.tried(replace(EXPERTS, mesh="dp_shard=8 ep=8", microbatches=1))
+    sizes = space.sizes(8, node=4, experts=8)
+    found = neighbours(pricing, best, EXPERTS, space, sizes, None, node=4, ended=True)
+    assert any(each.change == "pp=2" and "ep" in each.why for each in found), found
 
 
 def test_joules_are_those_of_computing_and_of_waiting():
