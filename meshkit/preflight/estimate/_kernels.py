@@ -77,13 +77,22 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _flash_or(attend: Any) -> Any:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # What torch's flash kernel takes: 16 bits, no mask tensor, one size of heads; for the rest torch takes other kernels.
-        # It saves q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
-        half = query.dtype in (torch.bfloat16, torch.float16)
+        # What torch's flash kernel takes: 16 bits, no mask tensor, one size of heads. Values of another size, as DeepSeek's,
+        # go to its memory-efficient kernel, also in fp32, but not grouped heads; for the rest torch takes other kernels.
+        # They save q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
         plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
-        if half and plain and query.shape[-1] == value.shape[-1] and not (being_read() or _has_values(query)):
-            is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+        if not plain or being_read() or _has_values(query):
+            return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
+        is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        if half and query.shape[-1] == value.shape[-1]:
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        aligned = not any(size * query.element_size() % 16 for size in (query.shape[-1], value.shape[-1]))
+        single = half or query.dtype == torch.float32
+        if single and aligned and query.shape[-1] != value.shape[-1] and query.shape[1] == key.shape[1]:
+            return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+                query, key, value, None, True, 0.0, is_causal, scale=scale
+            )[0]
         return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
 
     return attention

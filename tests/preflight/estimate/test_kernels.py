@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshkit.preflight.estimate._kernels import cuda_kernels
 
@@ -17,3 +20,28 @@ def test_tensors_with_values_are_computed() -> None:
     with cuda_kernels(attention=True):
         assert torch.equal(F.rms_norm(x, (16,)), norm)
         assert torch.equal(F.scaled_dot_product_attention(half, half, half, is_causal=True), attended)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_whose_values_have_another_size_write_no_scores(dtype: torch.dtype) -> None:
+    """As of DeepSeek's attention: CUDA's efficient kernel takes them, a CPU writes out all scores."""
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple) else (out,):
+                if isinstance(each, torch.Tensor):
+                    largest = max(largest, each.numel())
+            return out
+
+    with FakeTensorMode(), cuda_kernels(attention=True):
+        q, k = (torch.empty(2, 4, 512, 24, dtype=dtype, requires_grad=True) for _ in "qk")
+        v = torch.empty(2, 4, 512, 16, dtype=dtype, requires_grad=True)
+        with Largest():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out.backward(torch.empty_like(out))
+    assert out.shape == v.shape and out.dtype == dtype
+    assert all(each.grad is not None and each.grad.shape == each.shape for each in (q, k, v))
+    assert largest == q.numel() < 2 * 4 * 512 * 512
