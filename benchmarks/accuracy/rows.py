@@ -13,6 +13,7 @@ import torch
 
 import meshkit as mk
 from benchmarks.accuracy.gpt import GPT, GPT_PLAN, GPTConfig
+from benchmarks.accuracy.moe import LAYERS, moe_model, moe_plan
 from meshkit.cluster import Cluster
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline.schedules import interleaved
@@ -49,11 +50,11 @@ class Row:
 
 
 def read_rows(path: Path = TABLE) -> Iterator[Row]:
-    """Of dense models whose step was timed."""
+    """Of steps that were timed."""
     with path.open(encoding="utf-8") as file:
         for fields in csv.DictReader(file):
             gpu = _gpu(fields["gpu"])
-            if not fields["iter_time_s"] or gpu is None or not _is_dense(fields["model"]):
+            if not fields["iter_time_s"] or gpu is None:
                 continue
             yield Row(
                 source=fields["source"],
@@ -70,10 +71,6 @@ def _gpu(text: str) -> str | None:
     return found[0].upper() if found else None
 
 
-def _is_dense(model: str) -> bool:
-    return not re.search(r"DeepSeek|OSS|Qwen|Mixtral|8x", model)
-
-
 # What was run
 
 
@@ -82,12 +79,14 @@ def strategy_of(row: Row) -> Strategy:
     tp, pp, dp, cp = (row.number(axis) for axis in ("tp", "pp", "dp", "cp"))
     sharded = "FSDP1" in fields["note"] or re.search(r"FSDP=[1-9]", fields["note"])
     zero1 = "ZeRO-1" in fields["note"] or "DDP+dist-opt" in fields["note"] or "InternEvo" in fields["note"]
-    mesh = MeshSpec(pp=pp, cp=cp, tp=tp, **{"dp_shard" if sharded or zero1 else "dp_replicate": dp})
-    sequence = tp > 1 and ("SP" in fields["act_ckpt"] or _is_llama(row))
+    mesh = MeshSpec(
+        pp=pp, cp=cp, tp=tp, ep=row.number("ep"), **{"dp_shard" if sharded or zero1 else "dp_replicate": dp}
+    )
+    sequence = tp > 1 and ("SP" in fields["act_ckpt"] or not _is_gpt(row))
     stage = (3 if "FULL_SHARD" in fields["note"] or "FSDP=" in fields["note"] else 2) if sharded else 1
     return Strategy(
         mesh=mesh,
-        plan=None if _is_llama(row) else GPT_PLAN,
+        plan=GPT_PLAN if _is_gpt(row) else moe_plan(fields["model"]),
         memory=MemoryPolicy(recompute=_recompute(fields["act_ckpt"]), precision=Precision()),
         zero=stage,
         sequence=sequence,
@@ -140,6 +139,8 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _layers(row: Row) -> int:
+    if _has_experts(row):
+        return LAYERS[row.fields["model"]]
     if row.fields["layers"]:
         return row.number("layers")
     if row.fields["model"] in HIDDEN:
@@ -148,17 +149,23 @@ def _layers(row: Row) -> int:
     return round((float(row.fields["params_B"]) * 1e9 - vocabulary * hidden) / (12 * hidden**2))
 
 
-def _is_llama(row: Row) -> bool:
-    return "llama" in row.fields["model"].lower()
+def _has_experts(row: Row) -> bool:
+    return row.fields["model"] in LAYERS
+
+
+def _is_gpt(row: Row) -> bool:
+    return "llama" not in row.fields["model"].lower() and not _has_experts(row)
 
 
 def program_of(row: Row) -> Program:
     fields = row.fields
+    if _has_experts(row):
+        return _moe(fields["model"])
     layers = _layers(row)
     hidden = row.number("hidden", 0) or HIDDEN[fields["model"]][1]
     vocabulary = row.number("vocab", 51200)
     vocabulary += -vocabulary % 128  # Megatron pads so
-    if _is_llama(row):
+    if not _is_gpt(row):
         heads, kv_heads, ffn = (row.number(name) for name in ("heads", "kv_heads", "ffn"))
         return _llama(layers, hidden, heads, kv_heads, ffn, vocabulary)
     fused = row.source == "mosaicml_llmfoundry_bench"
@@ -182,6 +189,11 @@ def _heads(row: Row, hidden: int) -> int:
 def _gpt(config: GPTConfig) -> Program:
     with torch.device("meta"):
         return read_program(GPT(config))
+
+
+@lru_cache(maxsize=1)
+def _moe(name: str) -> Program:
+    return read_program(moe_model(name))
 
 
 @lru_cache(maxsize=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from meshkit.mask import Mask
+from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.shardings import ranks_between
 from meshkit.preflight.explain import Hierarchical, Sent, explain_microbatch, explain_step
@@ -203,13 +204,15 @@ def _sizes(
     accumulates = not resolved.shardings.reduces_every_microbatch
     trained = resolved.program.trained
     sizes = dict.fromkeys(names, (0, 0.0))
-    shards = ranks_between(resolved.spec, "none", resolved.shardings.states)
+    row, spec = resolved.shardings, resolved.spec
+    experts = tuple(f"{name}." for name in resolved.experts) if in_expert_view(spec) else ()
+    shards = {each: ranks_between(spec, "none", row.states, experts=each) for each in (False, True)}
     for name, (kept, size) in held.items():
         if name not in trained:
             continue
         owner = _owner(name, names, owners)
         elements, grad_bytes = sizes[owner]
-        local = size * shards if accumulates else size
+        local = size * shards[name.startswith(experts)] if accumulates else size
         sizes[owner] = elements + kept, grad_bytes + local
     return sizes
 

@@ -19,7 +19,7 @@ from meshkit.preflight.explain import Message, explain_resolved
 from meshkit.preflight.forecast import Batch, Profiles, StepProfile, forecast, profile_step
 from meshkit.program import read_program
 from meshkit.resolve import resolve
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_deepseek
 
 ROOT = Path(__file__).parents[3]
 CONFIG = tiny_config(num_hidden_layers=4)
@@ -81,6 +81,21 @@ def test_messages_of_a_profile_are_those_that_explain_says(mesh: str, choices: d
         assert {message for message in rest if message.axis != "pp"} <= set(once), "sent, and not priced"
         crossing = [size for each in profile.crossing for size in each]
         assert all(message.size in crossing for message in rest if message.axis == "pp" and message not in once)
+
+
+def test_gradients_that_microbatches_add_up_are_those_of_a_ranks_own_experts() -> None:
+    """Under ZeRO-1 a rank has whole gradients of what is dense, and of experts those of its part of ep."""
+    config = tiny_deepseek(first_k_dense_replace=0, num_hidden_layers=2)
+    with mk.models.meta_parameters():
+        model = mk.models.DeepseekV3(config)
+    strategy = mk.Strategy(mesh="dp_shard=4 ep=2", zero=1, microbatches=2, plan=mk.models.model_plan(config))
+    batch = Batch(sequences=8, seq_len=16)
+    told = forecast(model, strategy, "h100", batch)
+    part = next(part for part in told.profile.stages[0] if part.name == "layers.0")
+    sizes = {name: param.numel() for name, param in model.named_parameters() if name.startswith("layers.0.")}
+    stacked = {name: size for name, size in sizes.items() if ".experts." in name}
+    assert len(stacked) == 3
+    assert part.grad_bytes == 4 * (sum(sizes.values()) - sum(stacked.values()) // 2)
 
 
 def test_stages_that_microbatches_skip_compute_and_send_less() -> None:
