@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.fit import Case, errors, forecast_s, held_out, naive_s, regret, scaled
-from benchmarks.accuracy.rows import read_rows
+from benchmarks.accuracy.rows import has_experts, read_rows
 from benchmarks.accuracy.trace import profile_of
 from meshkit.preflight.forecast import Profiles
 
@@ -20,8 +20,8 @@ SOURCES = {
     "bloom_chronicles": "BigScience, chronicles of 2022",
     "vtrain_ground_truth_single": "vTrain's repository, one node",
     "simumax_b200_v1.2": "SimuMax's repository, B200",
-    "megatron_bridge_perf_25.11": "Megatron Bridge 25.11, dense",
-    "megatron_bridge_perf_25.09": "Megatron Bridge 25.09, dense",
+    "megatron_bridge_perf_25.11": "Megatron Bridge 25.11",
+    "megatron_bridge_perf_25.09": "Megatron Bridge 25.09",
 }
 
 WORST = "bloom_chronicles"
@@ -63,6 +63,18 @@ def _without_worst(cases: Sequence[Case]) -> str:
     said = errors(cases, scaled(cases, [forecast_s(case, lambda cluster: cluster) for case in cases], gpu_of))
     naive = errors(cases, scaled(cases, list(map(naive_s, cases)), gpu_of))
     return f"{said.mean:.1%} with one number per GPU (naive {naive.mean:.1%})"
+
+
+def _experts(cases: Sequence[Case]) -> str:
+    """Errors of rows with experts, with one number per GPU of all rows."""
+    chosen = [index for index, case in enumerate(cases) if has_experts(case.row)]
+    of = [cases[index] for index in chosen]
+    by_kind = [
+        scaled(cases, [predict(case) for case in cases], gpu_of)
+        for predict in (lambda case: forecast_s(case, lambda cluster: cluster), naive_s)
+    ]
+    said, naive = (errors(of, [values[index] for index in chosen]).mean for values in by_kind)
+    return f"The {len(of)} rows with experts have a mean error of {said:.1%} (naive {naive:.1%})"
 
 
 def _line(
@@ -108,6 +120,7 @@ def main() -> None:
         text.replace("TABLE", "\n".join(table(cases)))
         .replace("ROWS", str(len(cases)))
         .replace("REFUSED", str(len(refused)))
+        .replace("EXPERTS", _experts(cases))
         .replace("OTHERS", _without_worst([case for case in cases if case.row.source != WORST]))
     )
     PAGE.write_text(text, encoding="utf-8")

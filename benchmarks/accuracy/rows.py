@@ -139,7 +139,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _layers(row: Row) -> int:
-    if _has_experts(row):
+    if has_experts(row):
         return LAYERS[row.fields["model"]]
     if row.fields["layers"]:
         return row.number("layers")
@@ -149,17 +149,17 @@ def _layers(row: Row) -> int:
     return round((float(row.fields["params_B"]) * 1e9 - vocabulary * hidden) / (12 * hidden**2))
 
 
-def _has_experts(row: Row) -> bool:
+def has_experts(row: Row) -> bool:
     return row.fields["model"] in LAYERS
 
 
 def _is_gpt(row: Row) -> bool:
-    return "llama" not in row.fields["model"].lower() and not _has_experts(row)
+    return "llama" not in row.fields["model"].lower() and not has_experts(row)
 
 
 def program_of(row: Row) -> Program:
     fields = row.fields
-    if _has_experts(row):
+    if has_experts(row):
         return _moe(fields["model"])
     layers = _layers(row)
     hidden = row.number("hidden", 0) or HIDDEN[fields["model"]][1]
