@@ -1,7 +1,7 @@
 """Lower bounds of seconds and bytes that hold for a strategy before it is resolved, of parts that were traced once.
 
 Each is a sum of terms that the forecast, or the composed estimate, has too, and leaves others away: seconds of FSDP's
-messages, hops, launches and the optimizer; bytes of everything but states, what FSDP keeps of a stage, and what blocks keep.
+messages with pp, hops, launches and the optimizer; bytes of everything but states, what FSDP keeps of a stage, and what blocks keep.
 """
 
 from __future__ import annotations
@@ -188,12 +188,14 @@ class Stages:
 class Shares:
     """Over how many ranks a row of shardings spreads what is held: states, of which experts by their own. gathers: what
     decides which bytes beside those are there: whether dense parameters, and experts, are on several ranks, and on how many
-    their secondary copies are; 0 without such copies. frees: whether parameters are gathered again in backward.
+    their secondary copies are; 0 without such copies. frees: whether parameters are gathered again in backward. adds_whole:
+    whether microbatches add up gradients that no data axis shards.
     """
 
     states: int
     experts: int
     frees: bool
+    adds_whole: bool
     gathers: tuple[bool, bool, int, int]
 
     @staticmethod
@@ -209,7 +211,8 @@ class Shares:
             else 0
             for each in (False, True)
         ]
-        return Shares(states, experts, row.frees_parameters, (states == 1, experts == 1, copies[0], copies[1]))
+        gathers = states == 1, experts == 1, copies[0], copies[1]
+        return Shares(states, experts, row.frees_parameters, not row.reduces_every_microbatch, gathers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +252,14 @@ class Elements:
     @cached_property
     def total(self) -> float:
         return float(self.held.sum()) + sum(self.around.values())
+
+    def added(self, strategy: Strategy) -> float:
+        """Gradients that microbatches add to those before, in the step, of a rank of pp that has the mean of all."""
+        spec = strategy.mesh_for()
+        shares = Shares.of(strategy, spec)
+        dense, experts = (1, 1) if shares.adds_whole else (shares.states, shares.experts)
+        of_microbatch = (self.blocks.sum() + sum(self.around.values())) / dense + self.experts.sum() / experts
+        return float(of_microbatch) / spec.pp * ((strategy.microbatches or 1) - 1)
 
 
 @dataclass(frozen=True, eq=False)

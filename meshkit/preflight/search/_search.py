@@ -350,7 +350,7 @@ class _World:
 
     def mean_s(self, strategy: Strategy, level: Level) -> float:
         microbatch, share = self.microbatch(strategy, level)
-        return 0.0 if microbatch is None else microbatch.least_s(strategy) * share
+        return self.added_s(strategy) + (0.0 if microbatch is None else microbatch.least_s(strategy) * share)
 
     def least_s(self, strategy: Strategy, level: Level, heavier: RecomputeMode | None = None) -> float:
         """With its stages: what the slowest rank does, and by the pipeline's table; without, what FSDP sends beside it.
@@ -358,15 +358,24 @@ class _World:
         heavier: of a mixture, of which so much runs again that it may fit.
         """
         microbatch, share = self.microbatch(strategy, level)
+        added_s = self.added_s(strategy)
         if microbatch is None:
-            return 0.0
+            return added_s
         again = None if heavier is None else self.again_s(strategy, heavier, level)
         again_s = None if again is None else again / share
         if strategy.mesh_for().pp > 1:
-            return self._least_s(strategy, microbatch, level, share, again_s) * share
+            return added_s + self._least_s(strategy, microbatch, level, share, again_s) * share
         gathers = self.pricing.gathers(strategy, self.ep(strategy))
         again_s = np.zeros(1) if again_s is None else again_s
-        return gathers.least_s(microbatch, strategy.microbatches or 1, share, float(again_s[0]))
+        return added_s + gathers.least_s(microbatch, strategy.microbatches or 1, share, float(again_s[0]))
+
+    def added_s(self, strategy: Strategy) -> float:
+        """Of adding gradients up: each is read twice and written once."""
+        elements, device = self.pricing.elements(strategy), self.pricing.cluster.device
+        if elements is None:
+            return 0.0
+        rate = device.memory_bytes_per_s * device.efficiency.memory
+        return 3 * self.pricing.itemsize * elements.added(strategy) / rate
 
     def again_s(self, strategy: Strategy, heavier: RecomputeMode, level: Level) -> Array | None:
         """Of each rank of pp the least seconds of a microbatch that the heavier mode of a mixture adds."""
