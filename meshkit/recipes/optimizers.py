@@ -1,7 +1,8 @@
-"""Optimizers of recipes, by name or as a function of the user's own file."""
+"""Optimizers of recipes: by name, a class of any package, or a function of the user's own file."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -16,17 +17,22 @@ from meshkit.recipes.flags import RampFlags
 from meshkit.step import Run
 
 OPTIMIZERS: dict[str, Callable[..., object]] = {"adamw": adamw, "muon": muon}
+_WORDS = (
+    f'Give {", ".join(OPTIMIZERS)}, "package:Class" of an installed package, as torch.optim:SGD, or "file.py:function" of a '
+    "file that exists."
+)
 _CALL = "It is called as function(run, lr=, weight_decay=), and returns a torch.optim.Optimizer of run.parameters()."
 
 
 def build_optimizer(config: RampFlags, run: Run) -> Optimizer:
-    """Of --optimizer: one of OPTIMIZERS, or "file.py:function", called as `adamw` is: function(run, lr=, weight_decay=).
+    """Of --optimizer: one of OPTIMIZERS; "package:Class" of a torch.optim.Optimizer, made of the run's trained parameters; or
+    "file.py:function", called as `adamw` is: function(run, lr=, weight_decay=).
 
     Warns of trainable parameters that it leaves out. Raises: PlanError for another word, for a function that cannot be called
     so, raises, or returns no optimizer of the run's parameters, and for an optimizer that calls the model itself (LBFGS).
     """
     word = config.optimizer
-    function = OPTIMIZERS.get(word) or _of_file(word)
+    function = OPTIMIZERS.get(word) or _of_file(word) or _of_package(word)
     try:
         optimizer = function(run, lr=config.lr, weight_decay=config.weight_decay)
     except MeshkitError:
@@ -74,10 +80,32 @@ def _look_at_parameters(optimizer: Optimizer, run: Run, word: str) -> None:
         )
 
 
-def _of_file(word: str) -> Callable[..., object]:
+def _of_file(word: str) -> Callable[..., object] | None:
+    """None where there is no such file."""
     file = word.rpartition(":")[0]
-    if not file or not Path(file).is_file():
-        raise PlanError(
-            f'--optimizer {word}: neither one of {", ".join(OPTIMIZERS)} nor "file.py:function" of a file that exists.'
-        )
-    return import_function(word, asked="--optimizer")
+    return import_function(word, asked="--optimizer") if file and Path(file).is_file() else None
+
+
+def _of_package(word: str) -> Callable[..., object]:
+    package, _, name = word.partition(":")
+    try:
+        kind = getattr(importlib.import_module(package), name, None) if name.isidentifier() else None
+    except (ImportError, ValueError) as error:
+        raise PlanError(f"--optimizer {word}: {error}. {_WORDS}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise PlanError(f"--optimizer {word}: there is no such torch.optim.Optimizer. {_WORDS}")
+    made: Callable[..., object] = kind
+
+    def make(run: Run, *, lr: float, weight_decay: float) -> object:
+        return made([param for param in run.parameters() if param.requires_grad], lr=lr, weight_decay=weight_decay)
+
+    return make
+
+
+def set_mode(optimizer: Optimizer | None, *, trains: bool) -> None:
+    """Some optimizers train at other values than those that are evaluated, as schedule-free ones: they have `train` and
+    `eval`, which change the parameters from one to the other. Others stay as they are.
+    """
+    change = getattr(optimizer, "train" if trains else "eval", None)
+    if callable(change):
+        change()

@@ -56,10 +56,29 @@ def test_by_file(tmp_path: Path) -> None:
     assert "own.py: cannot be imported: ModuleNotFoundError: No module named 'nowhere'." in broken
 
 
-@pytest.mark.parametrize("word", ["lion", "nowhere.py:sgd", ":", ""])
-def test_other_words(word: str) -> None:
+def test_by_package() -> None:
+    assert pool(1).run(made, "torch.optim:SGD") == [torch.optim.SGD.__name__]
+    assert pool(1).run(made, "schedulefree:AdamWScheduleFree") == ["AdamWScheduleFree"]
+
+
+@pytest.mark.parametrize(
+    ("word", "match"),
+    [
+        ("lion", "there is no such torch.optim.Optimizer"),
+        ("nowhere.py:sgd", "No module named 'nowhere'"),
+        (":", "there is no such torch.optim.Optimizer"),
+        ("", "there is no such torch.optim.Optimizer"),
+        ("torch.optim:Lion", "there is no such torch.optim.Optimizer"),
+        ("torch.nn:Linear", "there is no such torch.optim.Optimizer"),
+        ("torch.optim:Rprop", "weight_decay"),
+    ],
+)
+def test_other_words(word: str, match: str) -> None:
     (said,) = pool(1).run(made, word)
-    assert said.startswith(f"--optimizer {word}: neither one of adamw, muon nor")
+    assert said.startswith(
+        f"--optimizer {word}: {match}" if "weight" not in match else f"--optimizer {word}: TypeError"
+    )
+    assert match in said and "\n" not in said
 
 
 OWN = """
