@@ -16,7 +16,8 @@ from meshkit.errors import PlanError
 def import_file(path: Path) -> ModuleType:
     """Imported once by a process, unless the file has changed.
 
-    Raises: ImportError with what the file raised, or `exit()` in a script without a guard; OSError without the file.
+    Raises: ImportError with what the file raised, or `exit()` in a script without a guard, and for one that is not called
+    something.py; OSError without the file.
     """
     path = path.resolve()
     return _imported(path, path.stat().st_mtime_ns)
@@ -42,7 +43,8 @@ def import_function(word: str, *, asked: str) -> Callable[..., Any]:
 def _imported(path: Path, modified_ns: int) -> ModuleType:
     name = "_".join(("file", *path.with_suffix("").parts[1:]))
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError("a Python file is called something.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look up their annotations
     try:

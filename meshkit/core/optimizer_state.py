@@ -24,6 +24,21 @@ from meshkit.errors import CheckpointError
 OPTIMIZER = "optimizer."
 # How an optimizer computes, not what it computes: the run that loads keeps its own.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+# An option that only groups of this kind of optimizer have, whose state means nothing to another; the first that is there.
+# Those with betas and none of the others are as AdamW.
+KINDS = {
+    "steps": "Muon",
+    "ns_steps": "torch.optim.Muon",
+    "beta2_decay": "Adafactor",
+    "momentum_decay": "NAdam",
+    "lambd": "ASGD",
+    "alpha": "RMSprop",
+    "etas": "Rprop",
+    "rho": "Adadelta",
+    "lr_decay": "Adagrad",
+    "betas": "AdamW",
+    "momentum": "SGD",
+}
 
 
 class HoldsState(Protocol):
@@ -190,12 +205,18 @@ def optimizer_targets(
 def _refuse_other_kind(rows: list[tuple[str, Tensor, dict[str, Any]]], facts: Mapping[str, ParameterFacts]) -> None:
     """Refuse the state of another kind of optimizer: low-bit moments, or master weights, mean nothing to a plain one."""
     for name, _, group in rows:
-        saved, ours = (options.get("state_kind", "plain") for options in (facts[name].options, group))
+        saved, ours = _kind(facts[name].options), _kind(group)
         if saved != ours:
             raise CheckpointError(
                 f"the optimizer state of {name!r} was saved as {saved!r}, and this run's optimizer holds it as {ours!r}. "
-                "Use the OptimizerPolicy of the saved run, or pass optimizer=None to load the model alone."
+                "Use the optimizer and OptimizerPolicy of the saved run, or pass optimizer=None to load the model alone."
             )
+
+
+def _kind(options: Mapping[str, Any]) -> str:
+    """As what an optimizer holds the state of a group: its `state_kind`, or by the options that it has."""
+    of_options = next((kind for option, kind in KINDS.items() if option in options), "plain")
+    return str(options.get("state_kind", of_options))
 
 
 def _refuse_mixed_groups(optimizer: HoldsState, names: Mapping[int, str], facts: Mapping[str, ParameterFacts]) -> None:

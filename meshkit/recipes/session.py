@@ -51,6 +51,7 @@ from meshkit.strategy import Strategy
 from .flags import ParallelFlags, RunFlags, StepFlags, TrainFlags
 from .folders import make_folder, refuse_folder
 from .foresight import Foresight
+from .optimizers import set_mode
 from .process import add_in_one_order, collecting_garbage, multiplying_fp32
 from .replanning import Replanning
 
@@ -217,7 +218,8 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The numbers of the training steps to make, from 1. After each, its line is logged and a due checkpoint saved.
 
-        Steps after a rollback come again.
+        After the last, parameters have the values that are to be evaluated, where an optimizer tells them apart. Steps after
+        a rollback come again.
         """
         if self.start >= self._total:
             return
@@ -257,6 +259,7 @@ class Session:
                         print0(said)
                         if dist.get_rank() == 0:
                             send_alert(said, "slow")
+                set_mode(self._optimizer, trains=True)  # what is saved
                 try:
                     self._end(step)
                 except CorruptionError as error:
@@ -265,6 +268,7 @@ class Session:
             self._end_profiled_step()
             if self.stopped:
                 return
+        set_mode(self._optimizer, trains=False)
         self.finished = True
 
     def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
@@ -298,8 +302,11 @@ class Session:
         self._arriving = {}
 
     def evaluates(self, step: int) -> bool:
-        """Whether the step is one of --eval-every, or the last."""
-        return self._is_due(step, self._config.eval_every)
+        """Whether the step is one of --eval-every, or the last. Then parameters have the values that are to be evaluated."""
+        due = self._is_due(step, self._config.eval_every)
+        if due:
+            set_mode(self._optimizer, trains=False)
+        return due
 
     def saves(self, step: int) -> bool:
         """Whether there will be a checkpoint of this step: one of --save-every, the last, or because a signal came.
@@ -353,6 +360,7 @@ class Session:
 
     def _begin(self, step: int) -> None:
         self._step, self._leaving, self._clock_stopped = step, None, False
+        set_mode(self._optimizer, trains=True)
         self.scalars, self._arriving = {}, {}
         if self._run is not None:  # parts are on several meshes, and making the state of their loader is collective
             self.mesh.agreement.note("step", {"step": step, "loader": self._loader and self._loader.state_dict()})

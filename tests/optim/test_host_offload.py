@@ -430,7 +430,7 @@ def test_masters_are_not_given_to_an_optimizer_that_has_none(tmp_path: Path) -> 
     cell = Cell(mesh="dp_shard=2 tp=2", dtype="bfloat16", memory=policy("offload"))
     pool(4).run(save_half_way, str(tmp_path), cell)
     answer = pool(4).run(resume, str(tmp_path), replace(cell, memory=policy("resident")))[0]
-    assert "was saved as 'fp32 masters', and this run's optimizer holds it as 'plain'" in answer
+    assert "was saved as 'fp32 masters', and this run's optimizer holds it as 'AdamW'" in answer
 
 
 @pytest.mark.parametrize(

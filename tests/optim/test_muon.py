@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 import meshkit as mk
 from meshkit.core.model_state import copies_of
-from meshkit.core.sharding import local_tensor
+from meshkit.core.sharding import local_tensor, placed
 from meshkit.moe.aux_loss import collect
 from meshkit.optim import WholeMatrices, orthogonalise
 from meshkit.preflight.observe import Peak
@@ -268,3 +273,342 @@ def test_an_estimate_knows_what_a_step_holds() -> None:
     peak, tokens = pool(2).run(measured)[0]
     said = estimated(tokens // Cell(mesh="tp=1").tokens)
     assert said == pytest.approx(peak, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------ groups
+
+
+def one_step(mesh: str, change: Callable[[mk.Run, mk.optim.Muon], object] | None = None) -> dict[str, Tensor]:
+    """How far each shard of a parameter goes in a step, after a change of the groups."""
+    run = start(Cell(mesh=mesh, layers=4 if "pp" in mesh else 2))
+    optimizer = mk.muon(run, lr=LR, dtype=None, weight_decay=0.0)
+    if change is not None:
+        change(run, optimizer)
+    before = {name: local_tensor(param).clone() for name, param in run.named_parameters()}
+    run.forward_backward(own_rows(batches(Cell(mesh=mesh))[0], run.mesh))
+    optimizer.step()
+    return {name: local_tensor(param).detach() - before[name] for name, param in run.named_parameters()}
+
+
+def with_a_group_of_its_own(run: mk.Run, optimizer: mk.optim.Muon) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [params.pop()], "momentum": 0.95, "lr": LR / 10, "weight_decay": 0.0})
+
+
+def without_the_last(run: mk.Run, optimizer: mk.optim.Muon) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:-1]
+
+
+def with_the_head(run: mk.Run, optimizer: mk.optim.Muon) -> None:
+    """Every rank adds a group, also those whose stage has no head."""
+    heads = [param for name, param in run.named_parameters() if name == "lm_head.weight"]
+    others = optimizer.param_groups[1]["params"]
+    optimizer.param_groups[1]["params"] = [param for param in others if all(param is not head for head in heads)]
+    optimizer.add_param_group({"params": heads, "momentum": 0.95, "weight_decay": 0.0})
+
+
+def moved(mesh: str) -> list[float]:
+    """(lr/10 over lr of the last matrix, the farthest off of all others, of the last when left out, of the head by Muon)"""
+    plain, apart, out = one_step(mesh), one_step(mesh, with_a_group_of_its_own), one_step(mesh, without_the_last)
+    last = [name for name in plain if is_matrix(name, torch.empty(plain[name].shape))][-1]
+    others = max(float((apart[name] - plain[name]).abs().max()) for name in plain if name != last)
+    tenth = float((apart[last] - plain[last] / 10).abs().max())
+    head = one_step(mesh, with_the_head).get("lm_head.weight")
+    size = 0.0 if head is None else float(head.square().sum())
+    return [tenth, others, float(out[last].abs().max()), size]
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "dp_shard=2", "pp=2"])
+def test_groups_are_what_is_stepped(mesh: str) -> None:
+    told = pool(ranks_of(mesh)).run(moved, mesh)
+    for tenth, others, out, _ in told:
+        assert tenth <= TOL and others <= TOL and out == 0
+    cell = Cell(mesh="tp=1")
+    head = dict(build(cell).named_parameters())["lm_head.weight"]
+    squares = sum(size for *_, size in told)  # of singular values of about 1, times 0.2 · sqrt(rows)
+    about = min(head.shape) * (LR * 0.2 * max(head.shape) ** 0.5) ** 2
+    assert 0.5 * about < squares < 1.5 * about
+
+
+def odd_groups() -> list[str]:
+    said = []
+    run = start(Cell(mesh="tp=1"))
+    vector = next(param for param in run.parameters() if param.ndim == 1)
+    for param in (torch.nn.Parameter(torch.ones(3, 3)), vector):
+        optimizer = mk.muon(run, lr=LR)
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each is not vector]
+        with pytest.raises(mk.errors.PlanError) as error:
+            optimizer.add_param_group({"params": [param], "momentum": 0.9})
+        assert len(optimizer.param_groups) == 3
+        said.append(str(error.value))
+    optimizer = mk.muon(run, lr=LR)
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+    with pytest.raises(mk.errors.PlanError) as error:
+        optimizer.step()
+    return [*said, str(error.value)]
+
+
+def test_odd_groups_are_refused() -> None:
+    foreign, vector, appended = pool(1).run(odd_groups)[0]
+    assert "a parameter of shape [3, 3] is not the run's" in foreign and "is no matrix." in vector
+    assert appended.endswith("was put into a group's list. Give it to add_param_group.")
+
+
+# ------------------------------------------------------------------------------------------------------ state
+
+
+def third_steps(mesh: str) -> list[bool]:
+    """Whether a third step after state_dict, deepcopy and pickle is that of the optimizer itself, bit for bit."""
+    cell = Cell(mesh=mesh)
+    run = start(cell)
+    optimizer = mk.muon(run, lr=LR, dtype=None)
+    batch = own_rows(batches(cell)[0], run.mesh)
+    for _ in range(2):
+        run.forward_backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    other = start(cell)
+    loaded = mk.muon(other, lr=1.0, dtype=None)
+    loaded.load_state_dict(deepcopy(optimizer.state_dict()))  # torch's shares what need not be cast
+    with torch.no_grad():
+        for ours, theirs in zip(other.parameters(), run.parameters(), strict=True):
+            local_tensor(ours).copy_(local_tensor(theirs))
+    other.forward_backward(batch)
+    loaded.step()
+    twin = deepcopy(optimizer)
+    copies = [param for group in twin.param_groups for param in group["params"]]
+    run.forward_backward(batch)
+    ours = [param for group in optimizer.param_groups for param in group["params"]]
+    for copy, param in zip(copies, ours, strict=True):
+        copy.grad = None if param.grad is None else param.grad.clone()
+    optimizer.step()
+    twin.step()
+    same = [
+        all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in zip(others, params, strict=True))
+        for others, params in ((list(other.parameters()), list(run.parameters())), (copies, ours))
+    ]
+    if run.mesh.spec.world_size == 1:
+        unpickled = pickle.loads(pickle.dumps(optimizer))
+        states = [each.state_dict()["state"] for each in (optimizer, unpickled)]
+        same.append(all(torch.equal(states[1][key][name], value) for key in states[0]
+                        for name, value in states[0][key].items()))  # fmt: skip
+        with pytest.raises(mk.errors.PlanError, match="this one was unpickled, and is of no run"):
+            unpickled.step()
+    return same
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "dp_shard=2"])
+def test_its_state_is_loaded_and_copied_as_that_of_torchs(mesh: str) -> None:
+    for same in pool(ranks_of(mesh)).run(third_steps, mesh):
+        assert all(same)
+
+
+MAKERS: dict[str, Callable[[mk.Run], torch.optim.Optimizer]] = {
+    "AdamW": lambda run: mk.adamw(run, lr=LR),
+    "Muon": lambda run: mk.muon(run, lr=LR),
+    "SGD": lambda run: torch.optim.SGD(run.parameters(), lr=LR, momentum=0.9),
+}
+
+
+def loaded_by_another(saved: str, wanted: str, folder: str) -> str:
+    run = start(Cell(mesh="dp_shard=2"))
+    optimizer = MAKERS[saved](run)
+    run.forward_backward(own_rows(batches(Cell(mesh="dp_shard=2"))[0], run.mesh))
+    optimizer.step()
+    with mk.Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, run, optimizer)
+    again = start(Cell(mesh="dp_shard=2"))
+    with mk.Checkpointer(folder) as checkpoints:
+        try:
+            checkpoints.load(again, MAKERS[wanted](again))
+        except mk.errors.CheckpointError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "pair", [("AdamW", "Muon"), ("Muon", "AdamW"), ("SGD", "Muon"), ("Muon", "SGD"), ("AdamW", "SGD")]
+)
+def test_the_state_of_another_optimizer_is_refused_at_the_load(pair: tuple[str, str], tmp_path: Path) -> None:
+    for said in pool(2).run(loaded_by_another, *pair, str(tmp_path)):
+        if pair == ("Muon", "SGD"):  # the first parameter is the embedding, which Muon's AdamW steps
+            pair = ("AdamW", "SGD")
+        assert f"was saved as {pair[0]!r}, and this run's optimizer holds it as {pair[1]!r}. Use the optimizer" in said
+        assert "\n" not in said
+
+
+# ------------------------------------------------------------------------------------------------------ what is a matrix
+
+QUIET = {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "vocab_size": 61}
+SMALL = {**QUIET, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Chosen(torch.nn.Module):
+    """Its program cannot be read: which layers run depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61)
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in range(2))
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+            self.mix = torch.nn.Conv1d(8, 8, 3, padding=2, groups=8)
+            self.table = torch.nn.Parameter(torch.zeros(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.detach().sum()) == 1e9:
+                return x
+            x = x + self.mix(x.mT)[..., : x.shape[1]].mT + self.table[0]
+            return x + self.down(self.up(x).relu())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def foreign(name: str) -> torch.nn.Module:
+    made: dict[str, Callable[[], torch.nn.Module]] = {
+        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, **QUIET)),
+        "gpt-oss": lambda: transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(intermediate_size=20, head_dim=8, num_local_experts=6, **HEADS, **SMALL)
+        ),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(intermediate_size=20, num_local_experts=6, **HEADS, **SMALL)
+        ),
+        "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(state_size=4, time_step_rank=4, **SMALL)),
+        "lfm2": lambda: transformers.Lfm2ForCausalLM(
+            transformers.Lfm2Config(layer_types=["conv", "full_attention"], intermediate_size=44, **HEADS, **SMALL)
+        ),
+        "bloom": lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(n_head=4, n_layer=2, hidden_size=32, **QUIET)
+        ),
+        "chosen": Chosen,
+    }  # fmt: skip
+    return made[name]()
+
+
+# The last two parts of names in the second layer (LFM2: in both) that are no vectors, by what has them.
+MATRICES = {
+    "gpt2": "c_attn.weight c_proj.weight c_fc.weight",
+    "gpt-oss": "q_proj.weight k_proj.weight v_proj.weight o_proj.weight router.weight experts.gate_up_proj experts.down_proj",
+    "mixtral": "q_proj.weight k_proj.weight v_proj.weight o_proj.weight gate.weight experts.gate_up_proj experts.down_proj",
+    "mamba": "in_proj.weight x_proj.weight dt_proj.weight out_proj.weight",
+    "lfm2": "in_proj.weight out_proj.weight q_proj.weight k_proj.weight v_proj.weight w1.weight w2.weight w3.weight",
+    "bloom": "query_key_value.weight dense.weight dense_h_to_4h.weight dense_4h_to_h.weight",
+    "chosen": "up.weight down.weight",
+}
+OTHERS = {
+    "gpt-oss": "experts.gate_up_proj_bias experts.down_proj_bias",
+    "mamba": "mixer.A_log conv1d.weight",
+    "lfm2": "conv.weight",
+    "chosen": "mix.weight 1.table 0.table",
+}
+
+
+def shared_by(name: str) -> tuple[set[str], set[str]]:
+    """(matrices, other parameters of more than one dim) of blocks"""
+    model = foreign(name)
+    if name in ("gpt-oss", "mixtral"):
+        model.set_experts_implementation("eager")
+    plan = mk.plan.Plan(blocks=("layers.*",)) if name == "chosen" else None
+    run = mk.parallelize(model, mesh_for("tp=1"), plan=plan)
+    optimizer = mk.muon(run, lr=LR)
+    of = [{id(param) for param in group["params"]} for group in optimizer.param_groups]
+    short: tuple[set[str], set[str]] = set(), set()
+    for full, param in run.named_parameters():
+        if full.startswith(tuple(f"{block}." for block in run.resolved.blocks)):
+            for number in (0, 1):
+                if id(param) in of[number]:
+                    short[number].add(".".join(full.split(".")[-2:]))
+        else:
+            assert id(param) not in of[0], full
+    return short
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_weights_of_products_are_matrices_and_nothing_else(name: str) -> None:
+    ((matrices, others),) = pool(1).run(shared_by, name)
+    assert matrices == set(MATRICES[name].split())
+    assert others == set(OTHERS.get(name, "").split())
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+ODD: list[dict[str, Any]] = [
+    {"momentum": 1.5},
+    {"momentum": -1.0},
+    {"momentum": 1},
+    {"steps": 0},
+    {"steps": -3},
+    {"steps": 2.5},
+    {"weight_decay": -1.0},
+    {"lr": "x"},
+    {"lr": -1.0},
+    {"lr": float("nan")},
+]
+
+
+def odd_options() -> list[str]:
+    run, said = start(Cell(mesh="tp=1")), []
+    for odd in ODD:
+        with pytest.raises(mk.errors.PlanError) as error:
+            mk.muon(run, **({"lr": LR} | odd))
+        said.append(str(error.value))
+    return said
+
+
+def test_odd_options_are_refused_in_a_line() -> None:
+    for odd, said in zip(ODD, pool(1).run(odd_options)[0], strict=True):
+        ((name, value),) = odd.items()
+        assert said.startswith(f"muon({name}={value!r}): give a ") and "\n" not in said
+
+
+def applied(what: str) -> str:
+    run = start(Cell(mesh="dp_shard=2"))
+    run.forward_backward(own_rows(batches(Cell(mesh="dp_shard=2"))[0], run.mesh))
+    named = {name: param for name, param in run.named_parameters() if param.ndim == (1 if what == "vector" else 2)}
+    values = {name: placed(param, torch.ones_like(local_tensor(param))) for name, param in named.items()}
+    only = run.mesh.rank == 1
+    if what == "missing" or (what == "missing on one" and only):
+        values.pop(next(iter(values)))
+    if what == "extra":
+        values["else"] = torch.ones(2, 2)
+
+    def function(matrix: Tensor) -> Any:
+        if what == "raises on one" and only:
+            raise RuntimeError("did not converge")
+        return {"row": matrix[:1], "scalar": matrix.norm(), "nothing": None}.get(what, matrix)
+
+    try:
+        WholeMatrices(run.mesh, named).apply(values, function)
+    except mk.errors.MeshkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("vector", "PlanError: WholeMatrices: .* has the shape \\[.*\\]. Give matrices"),
+        ("missing", "PlanError: WholeMatrices.apply: the value of .* is missing. Give one of each"),
+        ("extra", "PlanError: WholeMatrices.apply: the value of 'else' is none that was named"),
+        ("missing on one", "AgreementError: ranks differ in error of .*: none on rank 0, PlanError: .* on rank 1."),
+        ("raises on one", "AgreementError: ranks differ in .*: none on rank 0, RuntimeError: did not converge on rank 1"),
+        ("row", "has the shape \\[1, .*\\]"),
+        ("scalar", "has the shape \\[\\]"),
+        ("nothing", "has the type NoneType"),
+        ("", "^$"),
+    ],
+)  # fmt: skip
+def test_whole_matrices_refuse_on_all_ranks(what: str, match: str) -> None:
+    for said in pool(2).run(applied, what):
+        assert re.search(match, said) and "\n" not in said, said

@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.recipes.launch import ROOT, command_line, finish, read_losses, run, start, wait_for_step
 
@@ -71,3 +73,51 @@ def test_an_error_on_one_rank_ends_the_others_with_that_error(tmp_path: Path) ->
     status, output = finish(start(2, "tests/recipes/one_rank_fails.py"))
     assert status != 0
     assert "PlanError (rank 1): this rank has had enough" in output, output
+
+
+def test_a_schedule_free_optimizer_goes_on_on_another_mesh(corpus: Path, tmp_path: Path) -> None:
+    """Stopped after 3 steps and continued it is the run straight through, and so are the averages that it exports."""
+    asked = {"optimizer": "schedulefree:AdamWScheduleFree", "lr-kind": "constant", "warmup-steps": 0, "eval-every": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out, steps, mesh in ((whole, 6, "dp_shard=2"), (parts, 3, "dp_shard=2"), (parts, 6, "tp=2")):
+        status, output = run(2, RECIPE, *flags(corpus, out, mesh=mesh, steps=steps, **asked))
+        assert status == 0, output
+    assert read_losses(parts) == pytest.approx(read_losses(whole), rel=TOL_GOLDEN)
+    exported = [load_file(out / "model-6" / "model.safetensors") for out in (whole, parts)]
+    for name, tensor in exported[0].items():
+        torch.testing.assert_close(exported[1][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+MODES = """
+import torch
+from pathlib import Path
+
+class Modes(torch.optim.SGD):
+    def note(self, word):
+        with Path(__file__).with_suffix(".txt").open("a") as file:
+            file.write(word)
+
+    def train(self):
+        self.note("t")
+
+    def eval(self):
+        self.note("e")
+
+    def step(self, closure=None):
+        self.note("s")
+        return super().step(closure)
+
+def modes(run, *, lr, weight_decay):
+    return Modes(run.parameters(), lr=lr)
+"""
+
+
+def test_an_optimizer_with_modes_trains_and_is_saved_in_one_and_evaluated_in_the_other(
+    corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "modes.py").write_text(MODES)
+    changes = {"optimizer": f"{tmp_path}/modes.py:modes", "steps": 2, "warmup-steps": 0, "eval-every": 1}
+    status, output = run(1, RECIPE, *flags(corpus, tmp_path / "out", mesh="dp_shard=1", **changes))
+    assert status == 0, output
+    # Each step: it trains, steps, is evaluated, and trains again before a checkpoint; in the end the export is evaluated.
+    assert (tmp_path / "modes.txt").read_text() == "tset" * 2 + "e"

@@ -135,7 +135,7 @@ class RampFlags(TrainFlags):
     """Training whose batch may grow, by an optimizer of choice."""
 
     optimizer: str = "adamw"
-    """adamw, muon, or "file.py:function", called as function(run, lr=, weight_decay=)"""
+    """adamw, muon, "package:Class" of an optimizer, or "file.py:function", called as function(run, lr=, weight_decay=)"""
     last_batch: CountOrNone = 0
     """grow --global-batch to so many sequences, linearly over --ramp-tokens, with as many microbatches more; 0: never"""
     ramp_tokens: Count = 1_000_000

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshkit.core._torch import FakeTensorMode, TorchDispatchMode
 from meshkit.preflight.estimate._kernels import cuda_kernels
 
 
