@@ -1,0 +1,255 @@
+"""MeetingPlace: replicas of local updates that are jobs of their own, and come and go (elastic, as torchft's)."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshkit.core.sharding import local_tensor
+from meshkit.core.waiting import waiting
+from meshkit.errors import MeetingError, PlanError
+from meshkit.mesh import Mesh
+from meshkit.optim.outer._hand_on import Snapshot, receive, send
+from meshkit.optim.outer._meets import CameLate, Sent
+from meshkit.optim.outer._policy import Policy, delay_of
+from meshkit.optim.outer.place._link import PlaceLink
+from meshkit.optim.outer.place._meeting import PlaceMeeting
+from meshkit.optim.outer.place._rules import Message
+from meshkit.step import Run
+
+CONNECT = timedelta(seconds=60)
+LOOK_S = 0.05
+TRIES = 10  # to be given the others' state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """replicas: by slot. waited_s: from when the first was there until all were, or had been waited for."""
+
+    replicas: tuple[int, ...]
+    waited_s: float
+
+
+class MeetingPlace:
+    """Replicas that are jobs of their own, and meet at `python -m meshkit meeting-place`: give it to `OuterOptimizer`.
+
+    address: host:port. mesh: of this job, without dp_replicate.
+    slot: of this replica, below `most`, by which it reads its part of the data: `data_rank` of `data_ranks`, as of a mesh with
+    `most` replicas. last: the last meeting. Collectives of the mesh: to make it, and `leave`.
+    Wire: a connection of each rank to the place; at a meeting, in gloo groups made for it, to the ranks with its place in the
+    other replicas. What is on a device travels by way of the host. Nothing is signed: a network that one trusts, as for
+    torchrun's own.
+    Raises: MeetingError where no place answers, or none has a slot; PlanError for a mesh with replicas.
+    """
+
+    def __init__(self, address: str, mesh: Mesh) -> None:
+        if mesh.spec.dp_replicate > 1:
+            raise PlanError(
+                f"MeetingPlace: the mesh has dp_replicate={mesh.spec.dp_replicate}, and each replica at a meeting place is a job "
+                "of its own. Leave that axis out, and start so many jobs."
+            )
+        self.mesh, self.last = mesh, None
+        self._group: tuple[str, Any] = ("", None)
+        self._go: Message = {}
+        self._joins: list[Message] = []
+        self._handing_on: dict[str, threading.Thread] = {}
+        self._facts: dict[str, str] = {}
+        self.link, welcome = self._enter(address)
+        self.slot, self.most = int(welcome["slot"]), int(welcome["replicas"])
+        self._timeout = timedelta(seconds=welcome["exchange_s"])
+        self._store = dist.TCPStore(
+            self.link.host, welcome["store_port"], is_master=False, wait_for_workers=False, timeout=CONNECT
+        )
+
+    last: Met | None
+
+    @property
+    def data_rank(self) -> int:
+        return self.slot * self.mesh.data_ranks + self.mesh.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        return self.most * self.mesh.data_ranks
+
+    def leave(self) -> None:
+        """At the end of the run, so that nobody waits for this replica; whoever gets its state still does."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        while any(thread.is_alive() for thread in self._handing_on.values()) and time.monotonic() < end:
+            if not self.link.messages.empty() and self.next_message()["is"] == "lost":
+                break
+            time.sleep(LOOK_S)
+        self.mesh.host.barrier()
+        self.link.send("leave")
+        self.link.close()
+
+    # ------------------------------------------------------------------------------------------- of an OuterOptimizer
+
+    def check(self, run: Run, policy: Policy) -> None:
+        if run.mesh is not self.mesh:
+            raise PlanError("OuterOptimizer: the run is on another mesh than its MeetingPlace. Give both the same.")
+        if delay_of(policy):
+            raise PlanError(
+                f"{type(policy).__name__} at a meeting place: what travels beside steps would have to be sent anew when a "
+                "replica is lost. Give DiLoCo(delay=0), or LocalSGD."
+            )
+        run.mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
+        self._facts = {"policy": str(policy), "mesh": str(run.mesh.spec)}
+
+    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
+        """Notes what replicas must have alike; values they get from one."""
+        layout, frozen = hashlib.sha256(), hashlib.sha256()
+        parameters = {id(param) for param in run.model.parameters()}
+        for name, tensor in tensors.items():
+            local = local_tensor(tensor).detach()
+            layout.update(f"{name} {tuple(tensor.shape)} {tuple(local.shape)} {local.dtype}\n".encode())
+            if id(tensor) in parameters and name not in trained:
+                frozen.update(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        count = sum(tensor.numel() for tensor in tensors.values())
+        self._facts["model"] = f"{len(tensors)} tensors of {count:,} elements ({layout.hexdigest()[:12]})"
+        self._facts["values that are not trained"] = frozen.hexdigest()[:12]
+
+    def begin(self, sent: Sent) -> PlaceMeeting:
+        return PlaceMeeting(self, sent)
+
+    def join(self, newest: tuple[int, int]) -> Snapshot | None:
+        for _ in range(TRIES):
+            self.link.send("ready", facts=self._facts, newest=newest)
+            with waiting("the next meeting of the other replicas"):
+                message, snapshot = self._fetch()
+            try:
+                snapshot = self.agree(message, snapshot)
+            except CameLate:
+                continue
+            self.link.send("fetched")
+            return snapshot
+        raise MeetingError(f"{TRIES} times the replica whose state this one was to get was lost. Start it again.")
+
+    def hand_on(self, make: Callable[[], Snapshot]) -> None:
+        mine, self._joins = [join for join in self._joins if join["from"] == self.slot], []
+        if not mine:
+            return
+        snapshot = make()
+        for join in mine:
+            work = partial(self._give, join["group"], snapshot)
+            thread = threading.Thread(target=work, name="hand on", daemon=True)
+            self._handing_on[join["group"]] = thread
+            thread.start()
+
+    # ------------------------------------------------------------------------------------------------- for a meeting
+
+    def next_message(self) -> Message:
+        """Of the place, or of a thread of this process."""
+        while True:
+            message: Message = self.link.messages.get()
+            if message["is"] == "lost":
+                self.link.messages.put(message)  # for whoever asks next
+            if message["is"] != "gone":
+                return message
+            self._handing_on.pop(message["group"], None)  # whom it was for
+
+    def agree(self, message: Message, brought: Any) -> Any:
+        """`brought`, where all ranks of this replica have been told the same. A collective of them.
+
+        Raises on all: CameLate; MeetingError where the place is gone or refuses one of them.
+        """
+        told = self.mesh.host.all_gather((message["is"], message.get("why", "")))
+        words = {word: why for word, why in reversed(told)}
+        if "refused" in words:
+            raise MeetingError(f"the meeting place {self.link.address} refuses this replica: {words['refused']}.")
+        if "lost" in words:
+            raise MeetingError(
+                f"the meeting place {self.link.address} is gone: {words['lost']}. Start it again, then the replicas: they go on "
+                "from what they have saved."
+            )
+        if "late" in words:
+            raise CameLate
+        self._joins = message.get("joins", [])
+        if message["is"] == "met":
+            self.last = Met(replicas=tuple(message["slots"]), waited_s=float(message["waited_s"]))
+        return brought
+
+    def group(self, name: str, index: int, size: int) -> Any:
+        """The ranks with this one's place in the replicas that meet; kept as long as the same ones do."""
+        if self._group[0] != name:
+            self._group = name, self._gloo(name, index, size)
+        return self._group[1]
+
+    # ------------------------------------------------------------------------------------------------------- within
+
+    def _gloo(self, name: str, index: int, size: int) -> Any:
+        store = dist.PrefixStore(f"{name}/{self.mesh.rank}", self._store.clone())  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(store, index, size, self._timeout)  # type: ignore[attr-defined]
+
+    def _give(self, group: str, snapshot: Snapshot) -> None:
+        try:
+            send(self._gloo(group, 0, 2), snapshot)
+        except RuntimeError:
+            pass  # whom it was for is gone, which the place has told
+
+    def _fetch(self) -> tuple[Message, Snapshot | None]:
+        """(the place's last word, the state of another replica)."""
+        joining: Message = {}
+        while True:
+            message = self.next_message()
+            word = message["is"]
+            if word == "join":
+                joining = message
+                threading.Thread(target=self._receive, args=(message["group"],), name="join", daemon=True).start()
+            elif word == "received" and message["group"] == joining.get("group"):
+                return (
+                    ({"is": "join"}, message["snapshot"]) if message["snapshot"] is not None else ({"is": "late"}, None)
+                )
+            elif word == "giver lost" and message["group"] == joining.get("group"):
+                return {"is": "late"}, None
+            elif word in ("begin", "refused", "lost"):
+                return message, None
+
+    def _receive(self, group: str) -> None:
+        """On a thread: see [Note: an attempt is left, not ended]."""
+        snapshot = None
+        try:
+            snapshot = receive(self._gloo(group, 1, 2))
+        except RuntimeError as error:
+            _print(f"the replica whose state this one was to get was lost: {str(error).splitlines()[0][:200]}")
+        self.link.messages.put({"is": "received", "group": group, "snapshot": snapshot})
+
+    def _enter(self, address: str) -> tuple[PlaceLink, Message]:
+        """The first rank is given a slot, then the others say to whom they belong."""
+        host = self.mesh.host
+        link, welcome, error = self._try_hello(address, None) if self.mesh.rank == 0 else (None, {}, "")
+        token, error = host.broadcast((welcome.get("token"), error))
+        if not error and self.mesh.rank > 0:
+            link, welcome, error = self._try_hello(address, token)
+        errors = [each for each in host.all_gather(error) if each]
+        if errors:
+            raise MeetingError(errors[0])
+        assert link is not None
+        return link, welcome
+
+    def _try_hello(self, address: str, token: str | None) -> tuple[PlaceLink | None, Message, str]:
+        try:
+            link = PlaceLink(address, told=_print)
+        except MeetingError as error:
+            return None, {}, str(error)
+        rank, ranks = self.mesh.rank, self.mesh.spec.world_size
+        link.send("hello", token=token, rank=rank, ranks=ranks, host=socket.gethostname())
+        message: Message = link.messages.get()
+        if message["is"] != "welcome":
+            return None, {}, f"the meeting place {address} refuses this replica: {message['why']}."
+        link.beat_s, link.silence_s = float(message["beat_s"]), float(message["grace_s"])
+        return link, message, ""
+
+
+def _print(text: str) -> None:
+    print(f"meeting place: {text}", flush=True)
