@@ -25,8 +25,8 @@ class CameLate(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What a rank brings to a meeting. payloads, weight, errors: as `Exchange` takes them. key: which meeting of the run it is.
-    last: of those after this step."""
+    """What a rank brings to a meeting; it stays as it is until that has ended. payloads, weight, errors: as `Exchange` takes
+    them. key: which meeting of the run it is. last: of those after this step."""
 
     payloads: Sequence[Tensor]
     weight: Tensor

@@ -268,7 +268,7 @@ class OuterOptimizer:
         return values if isinstance(self.policy, LocalSGD) else flat(entry.parameter) - values
 
     def _launch(self, fragment: int, payloads: list[Tensor], *, plain: bool = False) -> None:
-        entries, tokens = self._of(fragment), self._tokens[fragment]
+        entries, tokens = self._of(fragment), self._tokens[fragment].clone()
         weight = tokens
         if self.policy.weights == "equal":  # but of one that has made no step since it came
             weight = torch.full_like(tokens, float(self._step != self._taken_at))
@@ -284,8 +284,8 @@ class OuterOptimizer:
                 last=not plain or fragment == self._fragments - 1,
             )
         )
-        self._flight = _Flight(fragment, self._step, meeting, tokens.clone())
-        tokens.zero_()
+        self._flight = _Flight(fragment, self._step, meeting, tokens)
+        self._tokens[fragment].zero_()
 
     def _land(self, *, plain: bool = False) -> None:
         """The means move the outer parameters, and those the replica's. plain: by themselves, without the outer optimizer."""

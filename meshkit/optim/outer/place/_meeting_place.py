@@ -246,6 +246,7 @@ class MeetingPlace:
         link.send("hello", token=token, rank=rank, ranks=ranks, host=socket.gethostname())
         message: Message = link.messages.get()
         if message["is"] != "welcome":
+            link.close()
             return None, {}, f"the meeting place {address} refuses this replica: {message['why']}."
         link.beat_s, link.silence_s = float(message["beat_s"]), float(message["grace_s"])
         return link, message, ""

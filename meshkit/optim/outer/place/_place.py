@@ -51,6 +51,8 @@ class Place:
         if word == "hello":
             self._hello(connection, message, now)
             return
+        if word == "beat" and connection not in self._by_connection:
+            return  # of one that has no slot yet
         member, rank = self._by_connection[connection]
         member.heard[rank] = now
         if word == "ready":
