@@ -55,8 +55,8 @@ def snapshot_of(values: Any) -> Snapshot:
             local = local_tensor(value.detach())
             if type(local) not in (Tensor, torch.nn.Parameter):
                 raise PlanError(
-                    f"a replica that comes cannot be given a {type(local).__name__}. Use an optimizer that keeps its state in "
-                    "plain tensors."
+                    f"a replica that comes cannot be given a {type(local).__name__}. Use an optimizer that keeps its state "
+                    "in plain tensors."
                 )
             tensors.append(local.to(HOST, copy=True).contiguous())
             return _Tensor(dtype=local.dtype, shape=tuple(local.shape), on_host=local.device == HOST)

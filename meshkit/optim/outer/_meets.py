@@ -42,6 +42,17 @@ class Sent:
         return tuple(payload.numel() for payload in self.payloads)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """A meeting that counts. step: after which it was. replicas: that were there, by slot. waited_s: from when the first was
+    there until all were, or had been waited for. stood_s: how long this one stood still for it."""
+
+    step: int
+    replicas: tuple[int, ...]
+    waited_s: float
+    stood_s: float
+
+
 class Meeting(Protocol):
     """Under way. steps, finite: as `Exchange` has them."""
 
@@ -56,7 +67,9 @@ class Meeting(Protocol):
 
 
 class Replicas(Protocol):
-    """Those of a run."""
+    """Those of a run. last: the last meeting, where it is not always of all."""
+
+    last: Met | None
 
     @property
     def most(self) -> int:
@@ -86,6 +99,7 @@ class MeshAxis:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self.last: Met | None = None
 
     @property
     def most(self) -> int:

@@ -72,8 +72,8 @@ class OuterOptimizer:
     which its ranks learn whether the mean is finite.
     Raises: PlanError for a run on another mesh, and for replicas that begin with different values; on all ranks,
     AgreementError for replicas with other policies or after other numbers of steps, StepError for a mean that is not finite,
-    which names the replica. At a meeting place MeetingError where this replica cannot meet the others any more; its values are
-    then those after its last step.
+    which names the replica. At a meeting place MeetingError where this replica cannot meet the others any more; its values
+    are then those after its last step.
     """
 
     def __init__(
@@ -128,6 +128,15 @@ class OuterOptimizer:
     def next_meeting(self) -> int:
         """After which step the replicas next send."""
         return self._next
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """For the log, of the meeting after this step: how many replicas it had, and how long this one stood still for it.
+        Empty where there was none, and on a mesh, where all meet always."""
+        met = self.replicas.last
+        if met is None or met.step != self._step:
+            return {}
+        return {"replicas": len(met.replicas), "meeting_s": met.stood_s}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

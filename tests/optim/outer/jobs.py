@@ -1,4 +1,4 @@
-"""Replicas that are jobs of their own at a meeting place, in real processes: started, killed at a given moment, waited for."""
+"""Replicas that are jobs of their own at a meeting place, in real processes: started, killed at a given moment, ended."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """What a job does. spec: of its mesh. dies: (where, step) at which rank `victim` kills itself: "step", "here" (it has said
-    so), "turn" (between the hops), "done" (after the exchange), "join", "give" (handing its state on). gates: steps before which it waits for a file. slow:
-    seconds of each step. stops: as if the process hung, not as if it had died."""
+    """What a job does. spec: of its mesh. dies: (where, step) at which rank `victim` kills itself: "step", "here" (it has
+    said so), "turn" (between the hops), "done" (after the exchange), "join", "give" (handing its state on). stops: it hangs
+    instead. gates: steps before which it waits for a file. slow: seconds of a step."""
 
     folder: str
     address: str
@@ -123,7 +123,11 @@ def _train(replica: Replica, name: str, rank: int, say: Callable[..., None]) -> 
     outer.meet()
     say(ended=outer.steps, digest=digest(outer))
     values = {key: full_tensor(value).clone() for key, value in run.named_parameters()}
-    momentum = {entry.name: full_tensor(entry.momentum).clone() for entry in outer.entries.values() if entry.momentum is not None}
+    momentum = {
+        entry.name: full_tensor(entry.momentum).clone()
+        for entry in outer.entries.values()
+        if entry.momentum is not None
+    }
     if rank == 0:
         torch.save({"values": values, "momentum": momentum}, Path(replica.folder, f"{name}.pt"))
     place.leave()

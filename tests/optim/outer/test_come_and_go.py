@@ -1,4 +1,4 @@
-"""Replicas that come and go: equal to their definition, alike bit for bit, whenever one is lost, and nobody waits for long."""
+"""Replicas that come and go: equal to their definition, alike bit for bit, whenever one is lost, and nobody waits long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def test_a_replica_that_misses_a_meeting_and_one_that_comes_equal_the_definition
 ) -> None:
     meetings, comes = [{0, 1, 2}, {0, 1}, {0, 1}, {0, 1, 2}], {2: [2]}
     outer, moments = come_and_go(
-        model(), data(STEPS, 3, last_is_empty=False), adamw, every=EVERY, lr=0.7, momentum=0.9, meetings=meetings, comes=comes
+        model(),
+        data(STEPS, 3, last_is_empty=False),
+        adamw,
+        every=EVERY,
+        lr=0.7,
+        momentum=0.9,
+        meetings=meetings,
+        comes=comes,
     )
     with jobs(tmp_path, replicas=3, grace_s=20) as each:
         common = {"steps": STEPS, "ranks": ranks, "spec": spec}
@@ -79,7 +86,9 @@ def longest_stop_s(each: Jobs, *names: str) -> float:
 
 
 @pytest.mark.parametrize("policy", [DiLoCo(every=3, wire="int8"), LocalSGD(every=3)], ids=str)
-def test_wherever_a_replica_is_killed_in_a_period_the_others_end_with_the_same_bits(tmp_path: Path, policy: Policy) -> None:
+def test_wherever_a_replica_is_killed_in_a_period_the_others_end_with_the_same_bits(
+    tmp_path: Path, policy: Policy
+) -> None:
     """Also the errors that rounding took: nothing of a meeting that did not count stays."""
     ends = {}
     for where in ("step", "here", "turn", "done"):

@@ -1,4 +1,4 @@
-"""A rank's connection to the meeting place: messages as they come, and signs of life (heartbeats) from a thread of its own."""
+"""A rank's connection to the meeting place: messages as they come, and signs of life (heartbeats) from a thread."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ own, and when the place calls for another one, the thread is left to itself: it 
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from meshkit.core.waiting import waiting
 from meshkit.optim.outer._exchange import Exchange, Layout
-from meshkit.optim.outer._meets import Sent
+from meshkit.optim.outer._meets import Met, Sent
 from meshkit.optim.outer.place._rules import Message
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class PlaceMeeting:
     """Says at once that this rank is here; `finish` waits until the meeting counts on all replicas."""
 
     def __init__(self, place: MeetingPlace, sent: Sent) -> None:
-        self._place, self._sent = place, sent
+        self._place, self._sent, self._began = place, sent, time.monotonic()
         self._device = sent.weight.device
         self._payloads = [payload.to(HOST) for payload in sent.payloads]
         self._errors = None if sent.errors is None else [error.to(HOST) for error in sent.errors]
@@ -42,7 +43,14 @@ class PlaceMeeting:
 
     def finish(self) -> list[Tensor]:
         """The means. Raises: CameLate, MeetingError, on all ranks of the replica."""
-        means, errors = self._place.agree(*self._attend())
+        message, brought = self._attend()
+        means, errors = self._place.agree(message, brought)
+        self._place.last = Met(
+            step=self._sent.step,
+            replicas=tuple(message["slots"]),
+            waited_s=float(message["waited_s"]),
+            stood_s=time.monotonic() - self._began,
+        )
         if errors is not None:
             assert self._sent.errors is not None
             for error, new in zip(self._sent.errors, errors, strict=True):

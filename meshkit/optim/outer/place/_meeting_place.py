@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._hand_on import Snapshot, receive, send
-from meshkit.optim.outer._meets import CameLate, Sent
+from meshkit.optim.outer._meets import CameLate, Met, Sent
 from meshkit.optim.outer._policy import Policy, delay_of
 from meshkit.optim.outer.place._link import PlaceLink
 from meshkit.optim.outer.place._meeting import PlaceMeeting
@@ -33,20 +33,12 @@ LOOK_S = 0.05
 TRIES = 10  # to be given the others' state
 
 
-@dataclass(frozen=True, kw_only=True)
-class Met:
-    """replicas: by slot. waited_s: from when the first was there until all were, or had been waited for."""
-
-    replicas: tuple[int, ...]
-    waited_s: float
-
-
 class MeetingPlace:
     """Replicas that are jobs of their own, and meet at `python -m meshkit meeting-place`: give it to `OuterOptimizer`.
 
     address: host:port. mesh: of this job, without dp_replicate.
-    slot: of this replica, below `most`, by which it reads its part of the data: `data_rank` of `data_ranks`, as of a mesh with
-    `most` replicas. last: the last meeting. Collectives of the mesh: to make it, and `leave`.
+    slot: of this replica, below `most`, by which it reads its part of the data: `data_rank` of `data_ranks`, as of a mesh
+    with `most` replicas. last: the last meeting. Collectives of the mesh: to make it, and `leave`.
     Wire: a connection of each rank to the place; at a meeting, in gloo groups made for it, to the ranks with its place in the
     other replicas. What is on a device travels by way of the host. Nothing is signed: a network that one trusts, as for
     torchrun's own.
@@ -56,23 +48,21 @@ class MeetingPlace:
     def __init__(self, address: str, mesh: Mesh) -> None:
         if mesh.spec.dp_replicate > 1:
             raise PlanError(
-                f"MeetingPlace: the mesh has dp_replicate={mesh.spec.dp_replicate}, and each replica at a meeting place is a job "
-                "of its own. Leave that axis out, and start so many jobs."
+                f"MeetingPlace: the mesh has dp_replicate={mesh.spec.dp_replicate}, and each replica at a meeting place is "
+                "a job of its own. Leave that axis out, and start so many jobs."
             )
-        self.mesh, self.last = mesh, None
+        self.mesh = mesh
+        self.last: Met | None = None
         self._group: tuple[str, Any] = ("", None)
-        self._go: Message = {}
         self._joins: list[Message] = []
         self._handing_on: dict[str, threading.Thread] = {}
         self._facts: dict[str, str] = {}
         self.link, welcome = self._enter(address)
         self.slot, self.most = int(welcome["slot"]), int(welcome["replicas"])
         self._timeout = timedelta(seconds=welcome["exchange_s"])
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self.link.host, welcome["store_port"], is_master=False, wait_for_workers=False, timeout=CONNECT
         )
-
-    last: Met | None
 
     @property
     def data_rank(self) -> int:
@@ -128,11 +118,11 @@ class MeetingPlace:
             with waiting("the next meeting of the other replicas"):
                 message, snapshot = self._fetch()
             try:
-                snapshot = self.agree(message, snapshot)
+                given: Snapshot | None = self.agree(message, snapshot)
             except CameLate:
                 continue
             self.link.send("fetched")
-            return snapshot
+            return given
         raise MeetingError(f"{TRIES} times the replica whose state this one was to get was lost. Start it again.")
 
     def hand_on(self, make: Callable[[], Snapshot]) -> None:
@@ -164,19 +154,17 @@ class MeetingPlace:
         Raises on all: CameLate; MeetingError where the place is gone or refuses one of them.
         """
         told = self.mesh.host.all_gather((message["is"], message.get("why", "")))
-        words = {word: why for word, why in reversed(told)}
+        words = dict(reversed(told))
         if "refused" in words:
             raise MeetingError(f"the meeting place {self.link.address} refuses this replica: {words['refused']}.")
         if "lost" in words:
             raise MeetingError(
-                f"the meeting place {self.link.address} is gone: {words['lost']}. Start it again, then the replicas: they go on "
-                "from what they have saved."
+                f"the meeting place {self.link.address} is gone: {words['lost']}. Start it again, then the replicas: they go "
+                "on from what they have saved."
             )
         if "late" in words:
             raise CameLate
         self._joins = message.get("joins", [])
-        if message["is"] == "met":
-            self.last = Met(replicas=tuple(message["slots"]), waited_s=float(message["waited_s"]))
         return brought
 
     def group(self, name: str, index: int, size: int) -> Any:
@@ -192,10 +180,8 @@ class MeetingPlace:
         return dist.ProcessGroupGloo(store, index, size, self._timeout)  # type: ignore[attr-defined]
 
     def _give(self, group: str, snapshot: Snapshot) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # whom it was for is gone, which the place tells
             send(self._gloo(group, 0, 2), snapshot)
-        except RuntimeError:
-            pass  # whom it was for is gone, which the place has told
 
     def _fetch(self) -> tuple[Message, Snapshot | None]:
         """(the place's last word, the state of another replica)."""

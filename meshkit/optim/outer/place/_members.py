@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Standing = Literal["coming", "ready", "in", "late"]
-"""coming: its ranks are not all there. ready: waits for the others' state. in: counts at the next meeting. late: the others have
-met without it, and it does not know yet"""
+"""coming: its ranks are not all there. ready: waits for the others' state. in: counts at the next meeting. late: the others
+went on without it, and it does not know yet"""
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,8 @@ class Place:
         self._asking: dict[int, tuple[Message, float]] = {}  # no slot is free for them
         self._meeting, self._attempt, self._failures = 1, 0, 0
         self._meets: list[Member] = []  # in the attempt that goes on
-        self._group, self._groups_tokens = "", ()
+        self._group = ""  # of processes, kept as long as the same replicas meet
+        self._groups_tokens: tuple[str, ...] = ()
         self._attempt_at = self._failed_at = 0.0
         self._first_here: float | None = None
         self._short_since: float | None = None  # too few for a quorum

@@ -18,9 +18,9 @@ Message = dict[str, Any]
 class MeetingRules:
     """replicas: the most that there may be, each with a slot, which says what part of the data it reads.
 
-    quorum: the fewest that a meeting has, with those who come to it. grace_s: how long those who are there wait for the others,
-    and how long one may say nothing before it counts as gone. exchange_s: how long an exchange, or handing a state on, may
-    take. patience_s: how long those who are there wait for a quorum, before they end.
+    quorum: the fewest that a meeting has, with those who come to it. grace_s: how long those who are there wait for the
+    others, and how long one may say nothing before it counts as gone. exchange_s: how long an exchange, or handing a state
+    on, may take. patience_s: how long those who are there wait for a quorum, before they end.
     """
 
     replicas: int
@@ -32,7 +32,8 @@ class MeetingRules:
     def __post_init__(self) -> None:
         if self.replicas < 1 or not 1 <= self.quorum <= self.replicas:
             raise PlanError(
-                f"meeting-place --replicas {self.replicas} --quorum {self.quorum}: a quorum is from 1 to the number of replicas."
+                f"meeting-place --replicas {self.replicas} --quorum {self.quorum}: a quorum is from 1 to the number of "
+                "replicas."
             )
         for name in ("grace_s", "exchange_s", "patience_s"):
             if not 0 < (value := getattr(self, name)) < math.inf:

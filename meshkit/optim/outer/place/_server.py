@@ -24,7 +24,7 @@ class PlaceServer:
     def __init__(self, rules: MeetingRules, *, port: int, say: Callable[[str], None]) -> None:
         try:
             self._listener = socket.create_server(("", port), backlog=1024)
-            self.store = dist.TCPStore(
+            self.store = dist.TCPStore(  # type: ignore[attr-defined]
                 "127.0.0.1", port + 1 if port else 0, is_master=True, wait_for_workers=False, use_libuv=True
             )
         except (OSError, RuntimeError) as error:
