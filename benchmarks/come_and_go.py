@@ -39,6 +39,7 @@ WAIT_S = 120.0
 def job() -> None:
     """In a rank: the recipe, which writes down what its outer optimizer does."""
     import diloco_pretrain
+
     import meshkit as mk
     from tests.optim.outer.jobs import digest
 
