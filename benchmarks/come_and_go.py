@@ -34,6 +34,7 @@ from tests.recipes.launch import ROOT, TORCHRUN, finish, start_command
 RESULTS = Path(__file__).parent / "results/come_and_go.jsonl"
 MOMENTS = ("step", "meeting", "join")
 WAIT_S = 120.0
+ROWS, SEQ_LEN = 4, 128  # of a replica's step
 
 
 def job() -> None:
@@ -90,8 +91,8 @@ class Campaign:
             "out": self.out(index),
             "steps": options.steps,
             "every": options.every,
-            "seq-len": 128,
-            "global-batch": 4 * options.replicas,
+            "seq-len": SEQ_LEN,
+            "global-batch": ROWS * options.replicas,
             "outer-lr": 1.0,
             "outer-momentum": 0.3,
             "eval-every": 0,
@@ -137,7 +138,7 @@ class Campaign:
             time.sleep(draw.uniform(0, 0.2))
         else:
             self.wait(lambda: (member := self.member(index)) is not None and member.standing == "in")
-            time.sleep(draw.uniform(0, 3.0))
+            time.sleep(draw.uniform(0, 1.5))
             if moment == "meeting":
                 self.wait(lambda: (member := self.member(index)) is not None and bool(member.here))
                 time.sleep(draw.uniform(0, 0.05))
@@ -191,8 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
@@ -211,12 +212,15 @@ def main() -> None:
             "benchmark": "come_and_go",
             "mesh": f"{options.replicas} jobs of one rank",
             "steps": options.steps,
+            "rows_a_step": ROWS * options.replicas,
+            "seq_len": SEQ_LEN,
             "every": options.every,
             "grace_s": options.grace,
             "kills": options.kills,
             "moments": {moment: moments.count(moment) for moment in MOMENTS},
             "joins": len(joins),
             "stop_s": vars(spread(stops)),
+            "longest_stop_s": round(max(stops), 3),
             "stop_s_without_kills": vars(
                 spread([row["took_s"] for each in whole.told().values() for row in each if row["word"] == "met"])
             ),

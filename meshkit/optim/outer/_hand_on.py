@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,9 +60,7 @@ def snapshot_of(values: Any) -> Snapshot:
                 )
             tensors.append(local.to(HOST, copy=True).contiguous())
             return _Tensor(dtype=local.dtype, shape=tuple(local.shape), on_host=local.device == HOST)
-        if isinstance(value, Mapping):
-            return {key: read(each) for key, each in value.items()}
-        return type(value)(map(read, value)) if isinstance(value, list | tuple) else value
+        return _inside(value, read)
 
     return Snapshot(values=read(values), tensors=tensors)
 
@@ -74,11 +72,16 @@ def rebuilt(snapshot: Snapshot, device: torch.device) -> Any:
     def build(value: Any) -> Any:
         if isinstance(value, _Tensor):
             return next(tensors).to(HOST if value.on_host else device)
-        if isinstance(value, Mapping):
-            return {key: build(each) for key, each in value.items()}
-        return type(value)(map(build, value)) if isinstance(value, list | tuple) else value
+        return _inside(value, build)
 
     return build(snapshot.values)
+
+
+def _inside(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dict, list or tuple, of what is changed in it; of anything else itself."""
+    if type(value) is dict:
+        return {key: change(each) for key, each in value.items()}
+    return type(value)(map(change, value)) if type(value) in (list, tuple) else value
 
 
 def options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,9 +135,6 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 def _described(values: Any) -> Iterator[_Tensor]:
     if isinstance(values, _Tensor):
         yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _described(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
+    elif type(values) in (dict, list, tuple):
+        for value in values.values() if type(values) is dict else values:
             yield from _described(value)

@@ -201,7 +201,7 @@ class OuterOptimizer:
             self._advance()
         except CameLate:
             self.join()
-        else:
+        if self._flight is None:  # else whoever has come is given all once that has landed
             self.replicas.hand_on(self._snapshot)
 
     def _advance(self) -> None:
@@ -258,7 +258,10 @@ class OuterOptimizer:
         if flight is None or flight.exchange is None:
             return
         with torch.no_grad():
-            means = flight.exchange.finish()
+            try:
+                means = flight.exchange.finish()
+            except (CameLate, MeetingError):
+                return  # what is saved has nothing of it, and it comes out when it would have landed
             refuse_other_steps(flight.exchange.steps, flight.sent)
             for entry, mean in zip(self._of(flight.fragment), means, strict=True):
                 entry.average = entry.like(mean.dtype)

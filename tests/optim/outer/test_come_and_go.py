@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.optim.outer import DiLoCo, LocalSGD, Policy
+from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, Policy
 from tests.compare_shards import difference
 from tests.optim.outer.jobs import Jobs, jobs
 from tests.optim.outer.oracles import come_and_go
@@ -85,7 +85,15 @@ def longest_stop_s(each: Jobs, *names: str) -> float:
     return max(line["took"] for name in names for line in each.told(name) if "took" in line)
 
 
-@pytest.mark.parametrize("policy", [DiLoCo(every=3, wire="int8"), LocalSGD(every=3)], ids=str)
+KINDS = {
+    "diloco": DiLoCo(every=3, wire="int8"),
+    "local sgd": LocalSGD(every=3),
+    "fragments": DiLoCo(every=6, fragments=2, mixing=0.5, wire="int4"),
+    "streaming": DiLoCo(every=6, fragments=2, delay=1, mixing=0.5, wire="int8"),
+}
+
+
+@pytest.mark.parametrize("policy", KINDS.values(), ids=KINDS)
 def test_wherever_a_replica_is_killed_in_a_period_the_others_end_with_the_same_bits(
     tmp_path: Path, policy: Policy
 ) -> None:
@@ -95,7 +103,7 @@ def test_wherever_a_replica_is_killed_in_a_period_the_others_end_with_the_same_b
         folder = tmp_path / where
         folder.mkdir()
         with jobs(folder, replicas=3, grace_s=20) as each:
-            start_three(each, policy, third={"dies": (where, 6)}, steps=9)
+            start_three(each, policy, third={"dies": (where, 6)}, steps=10)
             assert each.end("c") == [-9]
             for name in "ab":
                 assert each.end(name) == [0]
@@ -211,8 +219,25 @@ def test_the_one_with_the_newest_state_gives_it_to_all_whatever_they_began_with(
         alike(each, "a", "b")
 
 
-def test_a_delay_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [CO2(every=4), DiLoCo(every=4, fragments=2, delay=2)], ids=str)
+def test_a_policy_of_which_something_is_always_in_flight_is_refused(tmp_path: Path, policy: Policy) -> None:
     with jobs(tmp_path, replicas=1, grace_s=5) as each:
-        each.start("a", DiLoCo(every=4, delay=1), steps=3)
+        each.start("a", policy, steps=3)
         assert each.end("a") == [3]
-        assert "DiLoCo at a meeting place: what travels beside steps" in each.told("a")[-1]["error"]
+        assert "at a meeting place: something is always in flight" in each.told("a")[-1]["error"]
+
+
+def test_one_that_comes_gets_what_was_in_flight_once_it_has_landed(tmp_path: Path) -> None:
+    policy = DiLoCo(every=6, fragments=2, delay=2, wire="int8")
+    with jobs(tmp_path, replicas=2, grace_s=10) as each:
+        each.start("a", policy, steps=15, gates=(5,))
+        each.wait_until(f"replica 0 on {HOST} has come")
+        each.wait_until("has the newest state")
+        each.start("b", policy, steps=15)
+        each.wait_until(f"replica 1 on {HOST} has come")
+        each.open_gate(5)
+        for name in "ab":
+            assert each.end(name) == [0], each.lines
+        alike(each, "a", "b")
+        assert each.told("b")[0]["joined"] == 8  # what was sent after step 6 lands after step 8
+        assert slots_of(each, "a") == [[0], [0], [0, 1], [0, 1]]

@@ -1,5 +1,7 @@
 """A replica's side of one meeting at a meeting place: attempts on threads, until one counts, and nothing is changed before.
 
+It waits for the others, and exchanges, beside the steps that follow, if any do before `finish`.
+
 [Note: an attempt is left, not ended]
 Nobody can end a gloo call that waits for a rank which is gone. So each attempt is on a thread, with a group and copies of its
 own, and when the place calls for another one, the thread is left to itself: it ends when its group's timeout does.
@@ -26,30 +28,39 @@ HOST = torch.device("cpu")
 
 
 class PlaceMeeting:
-    """Says at once that this rank is here; `finish` waits until the meeting counts on all replicas."""
+    """Says at once that this rank is here; `finish` waits until the meeting counts on all replicas.
+
+    Only one at a time may be under way, as it hears what the place says.
+    """
 
     def __init__(self, place: MeetingPlace, sent: Sent) -> None:
-        self._place, self._sent, self._began = place, sent, time.monotonic()
+        self._place, self._sent = place, sent
         self._device = sent.weight.device
         self._payloads = [payload.to(HOST) for payload in sent.payloads]
         self._errors = None if sent.errors is None else [error.to(HOST) for error in sent.errors]
         self.steps: list[int] = []
         self.finite = torch.ones(place.most, dtype=torch.bool, device=self._device)  # others do not meet
         finite = all(bool(payload.isfinite().all()) for payload in self._payloads)
+        self._end: tuple[Message, Any] = ({}, None)
         place.link.send("here", key=sent.key, last=sent.last, finite=finite)
+        self._thread = threading.Thread(target=self._attend, name="meeting", daemon=True)
+        self._thread.start()
 
     def turn(self) -> None:
-        """Nothing is halfway: whoever meets may be gone before the end."""
+        """Nothing is to be done halfway: a thread does."""
 
     def finish(self) -> list[Tensor]:
         """The means. Raises: CameLate, MeetingError, on all ranks of the replica."""
-        message, brought = self._attend()
-        means, errors = self._place.agree(message, brought)
+        began = time.monotonic()
+        with waiting("the other replicas at a meeting"):
+            self._thread.join()
+        means, errors = self._place.agree(*self._end)
+        message = self._end[0]
         self._place.last = Met(
             step=self._sent.step,
             replicas=tuple(message["slots"]),
             waited_s=float(message["waited_s"]),
-            stood_s=time.monotonic() - self._began,
+            stood_s=time.monotonic() - began,
         )
         if errors is not None:
             assert self._sent.errors is not None
@@ -57,21 +68,21 @@ class PlaceMeeting:
                 error.copy_(new)
         return [mean.to(self._device) for mean in means]
 
-    def _attend(self) -> tuple[Message, Any]:
-        """(the place's last word, what the exchange brought)."""
+    def _attend(self) -> None:
+        """On a thread, until the place's last word."""
         attempt, brought = 0, None
         while True:
-            with waiting("the other replicas at a meeting"):
-                message = self._place.next_message()
+            message = self._place.next_message()
             word = message["is"]
             if word == "go":
                 attempt, brought = message["attempt"], None
-                threading.Thread(target=self._exchange, args=(message,), name="meeting", daemon=True).start()
+                threading.Thread(target=self._exchange, args=(message,), name="exchange", daemon=True).start()
             elif word == "exchanged" and message["attempt"] == attempt:
                 brought = message["brought"]
                 self._place.link.send("done", attempt=attempt, why=message["why"])
             elif word in ("met", "late", "refused", "lost"):
-                return message, brought
+                self._end = message, brought
+                return
 
     def _exchange(self, go: Message) -> None:
         """On a thread: see [Note: an attempt is left, not ended]."""

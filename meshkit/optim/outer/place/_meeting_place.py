@@ -22,7 +22,7 @@ from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._hand_on import Snapshot, receive, send
 from meshkit.optim.outer._meets import CameLate, Met, Sent
-from meshkit.optim.outer._policy import Policy, delay_of
+from meshkit.optim.outer._policy import CO2, Policy, delay_of, fragments_of
 from meshkit.optim.outer.place._link import PlaceLink
 from meshkit.optim.outer.place._meeting import PlaceMeeting
 from meshkit.optim.outer.place._rules import Message
@@ -88,10 +88,10 @@ class MeetingPlace:
     def check(self, run: Run, policy: Policy) -> None:
         if run.mesh is not self.mesh:
             raise PlanError("OuterOptimizer: the run is on another mesh than its MeetingPlace. Give both the same.")
-        if delay_of(policy):
+        if (delay := delay_of(policy)) and (isinstance(policy, CO2) or delay * fragments_of(policy) == policy.every):
             raise PlanError(
-                f"{type(policy).__name__} at a meeting place: what travels beside steps would have to be sent anew when a "
-                "replica is lost. Give DiLoCo(delay=0), or LocalSGD."
+                f"{policy} at a meeting place: something is always in flight, and there is no step after which a replica "
+                f"that comes could be given all. Give DiLoCo with a delay below {policy.every // fragments_of(policy)}, or none."
             )
         run.mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
         self._facts = {"policy": str(policy), "mesh": str(run.mesh.spec)}
@@ -164,7 +164,7 @@ class MeetingPlace:
             )
         if "late" in words:
             raise CameLate
-        self._joins = message.get("joins", [])
+        self._joins += message.get("joins", [])
         return brought
 
     def group(self, name: str, index: int, size: int) -> Any:
