@@ -240,4 +240,4 @@ def test_one_that_comes_gets_what_was_in_flight_once_it_has_landed(tmp_path: Pat
             assert each.end(name) == [0], each.lines
         alike(each, "a", "b")
         assert each.told("b")[0]["joined"] == 8  # what was sent after step 6 lands after step 8
-        assert slots_of(each, "a") == [[0], [0], [0, 1], [0, 1]]
+        assert slots_of(each, "a") == [[0], [0], [0, 1], [0, 1]], each.lines

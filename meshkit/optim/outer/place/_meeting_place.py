@@ -88,10 +88,11 @@ class MeetingPlace:
     def check(self, run: Run, policy: Policy) -> None:
         if run.mesh is not self.mesh:
             raise PlanError("OuterOptimizer: the run is on another mesh than its MeetingPlace. Give both the same.")
-        if (delay := delay_of(policy)) and (isinstance(policy, CO2) or delay * fragments_of(policy) == policy.every):
+        delay, every, fragments = delay_of(policy), policy.every, fragments_of(policy)
+        if isinstance(every, int) and delay and (isinstance(policy, CO2) or delay * fragments == every):
             raise PlanError(
                 f"{policy} at a meeting place: something is always in flight, and there is no step after which a replica "
-                f"that comes could be given all. Give DiLoCo with a delay below {policy.every // fragments_of(policy)}, or none."
+                f"that comes could be given all. Give DiLoCo with a delay below {every // fragments}, or none."
             )
         run.mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
         self._facts = {"policy": str(policy), "mesh": str(run.mesh.spec)}
