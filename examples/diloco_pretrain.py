@@ -145,7 +145,8 @@ def main() -> None:
     else:
         session = Session(run, config, optimizer=outer, scheduler=scheduler, loader=loader)
     with session:
-        session.go_on_from(outer.join())
+        if session.start < config.steps:
+            session.go_on_from(outer.join())
         for step in session.steps():
             loss = run.forward_backward(
                 next(loader), microbatches=config.microbatches

@@ -308,7 +308,7 @@ class OuterOptimizer:
         if flight.exchange is not None:
             try:
                 means = flight.exchange.finish()
-            except MeetingError:  # what was counted is not sent
+            except (CameLate, MeetingError):  # what was counted has not been sent
                 assert flight.tokens is not None
                 self._tokens[flight.fragment] += flight.tokens
                 raise

@@ -54,8 +54,10 @@ class PlaceMeeting:
         began = time.monotonic()
         with waiting("the other replicas at a meeting"):
             self._thread.join()
-        means, errors = self._place.agree(*self._end)
+        means, errors, group = self._place.agree(*self._end)
         message = self._end[0]
+        if group is not None:
+            self._place.group = group
         self._place.last = Met(
             step=self._sent.step,
             replicas=tuple(message["slots"]),
@@ -93,13 +95,16 @@ class PlaceMeeting:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._place.link.messages.put({"is": "exchanged", "attempt": go["attempt"], "brought": brought, "why": why})
 
-    def _values_of(self, go: Message) -> tuple[list[Tensor], list[Tensor] | None]:
-        sent, errors = self._sent, self._errors
+    def _values_of(self, go: Message) -> tuple[list[Tensor], list[Tensor] | None, tuple[str, Any] | None]:
+        """(means, errors, the group)."""
+        sent, errors, name = self._sent, self._errors, go["group"]
         if not sum(sent.sizes):  # a stage without the fragment's blocks
-            return [payload.to(sent.dtype) for payload in self._payloads], errors
+            return [payload.to(sent.dtype) for payload in self._payloads], errors, None
         errors = None if errors is None else [error.clone() for error in errors]
-        group = self._place.group(go["group"], go["index"], len(go["slots"]))
+        known, group = self._place.group
+        if known != name:
+            group = self._place.gloo(name, go["index"], len(go["slots"]))
         layout = Layout(sent.sizes, len(go["slots"]), sent.wire, sent.dtype)
         weight = sent.weight.to(HOST)
         exchange = Exchange(group, layout, self._payloads, weight=weight, step=sent.step, errors=errors)
-        return exchange.finish(), errors
+        return exchange.finish(), errors, (name, group)

@@ -53,7 +53,7 @@ class MeetingPlace:
             )
         self.mesh = mesh
         self.last: Met | None = None
-        self._group: tuple[str, Any] = ("", None)
+        self.group: tuple[str, Any] = ("", None)  # of the last meeting that counted, by its name
         self._joins: list[Message] = []
         self._handing_on: dict[str, threading.Thread] = {}
         self._facts: dict[str, str] = {}
@@ -75,10 +75,11 @@ class MeetingPlace:
     def leave(self) -> None:
         """At the end of the run, so that nobody waits for this replica; whoever gets its state still does."""
         end = time.monotonic() + self._timeout.total_seconds()
-        while any(thread.is_alive() for thread in self._handing_on.values()) and time.monotonic() < end:
-            if not self.link.messages.empty() and self.next_message()["is"] == "lost":
-                break
+        is_lost = False
+        while any(thread.is_alive() for thread in self._handing_on.values()) and not is_lost and time.monotonic() < end:
             time.sleep(LOOK_S)
+            while not self.link.messages.empty():
+                is_lost |= self._heard(self.link.messages.get())["is"] == "lost"
         self.mesh.host.barrier()
         self.link.send("leave")
         self.link.close()
@@ -141,13 +142,15 @@ class MeetingPlace:
 
     def next_message(self) -> Message:
         """Of the place, or of a thread of this process."""
-        while True:
-            message: Message = self.link.messages.get()
-            if message["is"] == "lost":
-                self.link.messages.put(message)  # for whoever asks next
-            if message["is"] != "gone":
-                return message
-            self._handing_on.pop(message["group"], None)  # whom it was for
+        message = self._heard(self.link.messages.get())
+        if message["is"] == "lost":
+            self.link.messages.put(message)  # for whoever asks next
+        return message
+
+    def _heard(self, message: Message) -> Message:
+        if message["is"] == "gone":  # for whom a state was
+            self._handing_on.pop(message["group"], None)
+        return message
 
     def agree(self, message: Message, brought: Any) -> Any:
         """`brought`, where all ranks of this replica have been told the same. A collective of them.
@@ -168,21 +171,16 @@ class MeetingPlace:
         self._joins += message.get("joins", [])
         return brought
 
-    def group(self, name: str, index: int, size: int) -> Any:
-        """The ranks with this one's place in the replicas that meet; kept as long as the same ones do."""
-        if self._group[0] != name:
-            self._group = name, self._gloo(name, index, size)
-        return self._group[1]
-
-    # ------------------------------------------------------------------------------------------------------- within
-
-    def _gloo(self, name: str, index: int, size: int) -> Any:
+    def gloo(self, name: str, index: int, size: int) -> Any:
+        """A group, of the ranks with this one's place in some replicas. Raises: RuntimeError where one does not come."""
         store = dist.PrefixStore(f"{name}/{self.mesh.rank}", self._store.clone())  # type: ignore[attr-defined]
         return dist.ProcessGroupGloo(store, index, size, self._timeout)  # type: ignore[attr-defined]
 
+    # ------------------------------------------------------------------------------------------------------- within
+
     def _give(self, group: str, snapshot: Snapshot) -> None:
         with contextlib.suppress(RuntimeError):  # whom it was for is gone, which the place tells
-            send(self._gloo(group, 0, 2), snapshot)
+            send(self.gloo(group, 0, 2), snapshot)
 
     def _fetch(self) -> tuple[Message, Snapshot | None]:
         """(the place's last word, the state of another replica)."""
@@ -206,7 +204,7 @@ class MeetingPlace:
         """On a thread: see [Note: an attempt is left, not ended]."""
         snapshot = None
         try:
-            snapshot = receive(self._gloo(group, 1, 2))
+            snapshot = receive(self.gloo(group, 1, 2))
         except RuntimeError as error:
             _print(f"the replica whose state this one was to get was lost: {str(error).splitlines()[0][:200]}")
         self.link.messages.put({"is": "received", "group": group, "snapshot": snapshot})

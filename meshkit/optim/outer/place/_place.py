@@ -16,9 +16,8 @@ from typing import Any
 from meshkit.optim.outer.place._members import Here, Member, difference
 from meshkit.optim.outer.place._rules import MeetingRules, Message
 
-CAUSE_S = 1.0  # for the connection of a lost rank to close, after another's exchange has failed
+CAUSE_S = 1.0  # after an exchange has failed, for the connection of a lost rank to close, before the next one
 LATE_S = 5.0  # beyond the time of an exchange, for those who take part to say how it went
-ATTEMPTS = 3  # of which all fail while nobody is lost
 
 
 class Place:
@@ -34,11 +33,13 @@ class Place:
         self._members: dict[int, Member] = {}  # by slot
         self._by_connection: dict[int, tuple[Member, int]] = {}
         self._asking: dict[int, tuple[Message, float]] = {}  # no slot is free for them
-        self._meeting, self._attempt, self._failures = 1, 0, 0
+        self._meeting, self._attempt = 1, 0
         self._meets: list[Member] = []  # in the attempt that goes on
         self._group = ""  # of processes, kept as long as the same replicas meet
         self._groups_tokens: tuple[str, ...] = ()
-        self._attempt_at = self._failed_at = 0.0
+        self._attempt_at = 0.0
+        self._failed_at: float | None = None  # this attempt
+        self._failing_since: float | None = None  # this meeting
         self._first_here: float | None = None
         self._short_since: float | None = None  # too few for a quorum
         self._ready_since: float | None = None  # nobody counts
@@ -64,7 +65,7 @@ class Place:
             self._here(member, rank, message, now)
         elif word == "done" and message["attempt"] == self._attempt and member in self._meets:
             member.done[rank] = str(message["why"])
-            if member.done[rank] and not self._failed_at:
+            if member.done[rank] and self._failed_at is None:
                 self._failed_at = now
         elif word == "fetched":
             member.giver = None
@@ -135,6 +136,7 @@ class Place:
         for slot, member in self._members.items():  # of a host that was cut off, whose connections never close
             if member.is_silent(now, self.rules.grace_s):
                 self._forget(member, "another one has its slot", end=True)
+                self._say(f"{member} is gone: it said nothing, and another one has its slot; {self._counted()}")
                 return slot
         return None
 
@@ -235,7 +237,7 @@ class Place:
         come = [member for member in counted if member.has_come]
         if not come:
             if not any(member.here for member in counted):
-                self._first_here = self._short_since = None
+                self._first_here = self._short_since = self._failing_since = None
             return
         assert self._first_here is not None
         missing = [member for member in counted if not member.has_come]
@@ -270,9 +272,9 @@ class Place:
         self._meets = sorted(come, key=lambda member: member.slot)
         tokens = tuple(member.token for member in self._meets)
         self._attempt += 1
-        if tokens != self._groups_tokens or self._failures:
+        if tokens != self._groups_tokens or self._failing_since is not None:
             self._group, self._groups_tokens = f"{self._meeting}.{self._attempt}", tokens
-        self._attempt_at, self._failed_at = now, 0.0
+        self._attempt_at, self._failed_at = now, None
         for index, member in enumerate(self._meets):
             member.done = {}
             slots = [each.slot for each in self._meets]
@@ -283,15 +285,15 @@ class Place:
         whole = len(done) == sum(member.ranks for member in self._meets)
         if whole and not any(done):
             self._commit(now)
-        elif (whole and any(done)) or (self._failed_at and now - self._failed_at > CAUSE_S):
-            self._failures += 1
-            if self._failures == ATTEMPTS:
-                why = next(filter(None, done))
-                self._say(f"{ATTEMPTS} exchanges have failed while all replicas live: {why}")
-                for member in self._meets:
-                    text = f"replicas {[each.slot for each in self._meets]} did not reach each other: {why}"
+        elif self._failed_at is not None and now - self._failed_at > CAUSE_S:
+            self._failing_since = self._failing_since or self._failed_at
+            why = next(filter(None, done))
+            if now - self._failing_since > self.rules.grace_s + CAUSE_S:  # who is lost would be known by now
+                text = f"replicas {[each.slot for each in self._meets]} do not reach each other: {why}"
+                self._say(f"{text}: they end")
+                self._failing_since = None
+                for member in list(self._meets):
                     self._forget(member, text, end=True)
-                self._failures = 0
             self._meets = []  # and another attempt, of those who are there
         elif now - self._attempt_at > self.rules.exchange_s + LATE_S:
             for member in [each for each in self._meets if len(each.done) < each.ranks]:
@@ -307,7 +309,7 @@ class Place:
             slots = [each.slot for each in met]
             self._tell(member, "met", slots=slots, waited_s=self._attempt_at - self._first_here, joins=joins)
         self._meeting += 1
-        self._first_here, self._failures = None, 0
+        self._first_here = self._failing_since = None
         if joins:
             self._say(f"{self._counted()}, from the next meeting on")
 
