@@ -121,6 +121,10 @@ class Campaign:
         found = self.process(index)
         return None if found is None else self.server.place._members.get(found[1])
 
+    def counts(self, index: int) -> bool:
+        member = self.member(index)
+        return member is not None and member.standing == "in"
+
     def wait(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + WAIT_S
         while not what():
@@ -130,14 +134,16 @@ class Campaign:
             time.sleep(0.002)
 
     def kill(self, index: int, moment: str, draw: random.Random) -> None:
-        """At such a moment of it, as soon as there is one; then it starts anew."""
+        """At such a moment of it, as soon as there is one, and all others count; then it starts anew."""
+        others = [each for each in self.jobs if each != index]
+        self.wait(lambda: all(self.counts(each) for each in others))
         if moment == "join":
             self.wait(lambda: self.process(index) is not None)
             if draw.random() < 0.5:  # while it is given the state; else while it waits for that
-                self.wait(lambda: (member := self.member(index)) is not None and member.standing == "in")
+                self.wait(lambda: self.counts(index))
             time.sleep(draw.uniform(0, 0.2))
         else:
-            self.wait(lambda: (member := self.member(index)) is not None and member.standing == "in")
+            self.wait(lambda: self.counts(index))
             time.sleep(draw.uniform(0, 1.5))
             if moment == "meeting":
                 self.wait(lambda: (member := self.member(index)) is not None and bool(member.here))
@@ -192,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -57,7 +57,8 @@ class World:
         self.asked: dict[int, set[int]] = {}
         """attempt -> connections; whole: those whose exchange has succeeded"""
         self.whole: dict[int, set[int]] = {}
-        self.newest: tuple[int, ...] = ()
+        self.made: dict[int, tuple[int, ...]] = {}
+        """attempt -> the state of those for whom it counts"""
         self.given: dict[str, tuple[int, ...]] = {}
         self.meetings = 0
         self.refusals: list[str] = []
@@ -109,8 +110,8 @@ class World:
                 self.tell(other, {"is": "hello", "token": message["token"], "rank": other.number})
         if word in ("welcome", "late"):
             self.get_ready(replica, rank)
-        elif word == "begin":  # whoever had a newer one is gone
-            rank.state, self.newest = "steps", replica.state
+        elif word == "begin":
+            rank.state = "steps"
             self.hand_on(replica, message)
             self.go_on(replica)
         elif word == "join":
@@ -127,10 +128,8 @@ class World:
             if replica.counted == self.ranks:
                 replica.counted, replica.state = 0, (*replica.state, rank.attempt)
                 self.meetings += 1
-                if len(replica.state) > len(self.newest):
-                    self.newest = replica.state
-                if self.place._by_connection[rank.connection][0].standing == "in":  # else it was left behind meanwhile
-                    assert replica.state == self.newest, "replicas that count are made of other meetings"
+                state = self.made.setdefault(rank.attempt, replica.state)
+                assert replica.state == state, "replicas that met are made of other meetings"
                 self.hand_on(replica, message)
                 self.go_on(replica)
         elif word == "refused":
