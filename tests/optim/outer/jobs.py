@@ -152,7 +152,7 @@ def _die(where: str, now: Callable[[], bool], *, stops: bool) -> None:
     from meshkit.optim.outer.place._link import PlaceLink
 
     send, turn = PlaceLink.send, Exchange.turn
-    receive, give = _meeting_place.receive, _meeting_place.send
+    receive, give = _meeting_place.receive, MeetingPlace._give
 
     def sends(link: PlaceLink, word: str, **values: Any) -> None:
         if word == where == "done" and now():
@@ -171,13 +171,13 @@ def _die(where: str, now: Callable[[], bool], *, stops: bool) -> None:
             _end(stops)
         return receive(group)
 
-    def gives(group: Any, snapshot: Any) -> None:
+    def gives(place: MeetingPlace, group: str, snapshot: Any) -> None:
         if where == "give" and now():  # on a thread, and the step may be over
             _end(stops)
-        give(group, snapshot)
+        give(place, group, snapshot)
 
     PlaceLink.send, Exchange.turn = sends, turns  # type: ignore[method-assign]
-    _meeting_place.receive, _meeting_place.send = receives, gives
+    _meeting_place.receive, MeetingPlace._give = receives, gives
 
 
 def _wait_for(path: Path) -> None:
