@@ -7,7 +7,7 @@ Each replica is a torchrun job of examples/diloco_pretrain.py. Kills (SIGKILL) a
 50 ms after the victim said that it is there) and in a join (while it waits for the others' state, or is given it); the victim
 is started again at once. After each meeting and each join every job writes down a digest of its outer state: of a step all
 must be the same. A stop is the time in which a replica's `OuterOptimizer.step` did not return. The same run without kills
-comes first. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
+follows. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Campaign:
 
     def end(self) -> None:
         for index, process in self.jobs.items():
-            status, _ = finish(process, timeout_s=500)
+            status, _ = finish(process, timeout_s=1800)
             assert status == 0, (self.out(index) / "log").read_text()[-3000:]
         self.stopped.set()
         self.thread.join(10)
@@ -198,16 +198,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        whole, _ = run(Path(temporary, "whole"), options, 0)
-        print(f"without kills: {whole.loss():.4f}", flush=True)
         struck, moments = run(Path(temporary, "struck"), options, options.kills)
+        print(f"with kills: {struck.loss():.4f}", flush=True)
+        whole, _ = run(Path(temporary, "whole"), options, 0)
         digests: dict[int, set[str]] = defaultdict(set)
         rows = [row for each in struck.told().values() for row in each]
         for row in rows:

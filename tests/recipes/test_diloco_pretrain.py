@@ -101,7 +101,9 @@ def test_jobs_at_a_meeting_place_go_and_come_back_and_end_alike(corpus: Path, tm
         assert {line["replicas"] for line in lines if "replicas" in line} == {1, 2}
 
 
-def test_a_job_whose_meeting_place_is_gone_saves_what_it_has(corpus: Path, tmp_path: Path) -> None:
+def test_a_job_whose_meeting_place_is_gone_saves_what_it_has_and_goes_on_from_there(
+    corpus: Path, tmp_path: Path
+) -> None:
     with jobs(tmp_path, replicas=1, grace_s=5) as place, ThreadPoolExecutor() as threads:
         common = {"mesh": "dp_shard=1", "steps": 3000, "meeting_place": place.address, "save_every": 0, "eval_every": 0}
         job = threads.submit(run, 1, RECIPE, *flags(corpus, tmp_path / "a", **common))
@@ -112,6 +114,13 @@ def test_a_job_whose_meeting_place_is_gone_saves_what_it_has(corpus: Path, tmp_p
         place.end_place()
         status, output = job.result(60)
         assert status == 1 and "is gone: it closed the connection. Start it again" in output, output
-        saved = re.search(r"saved step (\d+)", output)
-        assert saved and int(saved[1]) % 4 == 0, output
-        assert (tmp_path / "a" / "checkpoints" / f"step-{int(saved[1]):08}").exists()
+        saved = int(re.search(r"saved step (\d+)", output)[1])  # type: ignore[index]
+        assert saved % 4 == 0  # a meeting is due
+    (tmp_path / "again").mkdir()
+    with jobs(tmp_path / "again", replicas=1, grace_s=5) as place:
+        common |= {"steps": saved + 6, "meeting_place": place.address}
+        status, output = run(1, RECIPE, *flags(corpus, tmp_path / "a", **common))
+        assert status == 0 and f"resume from step {saved}" in output, output
+        assert any(f"has the newest state, after step {saved};" in line for line in place.lines)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "replicas" in line][-1] == saved + 4

@@ -36,7 +36,7 @@ class PlaceMeeting:
     def __init__(self, place: MeetingPlace, sent: Sent) -> None:
         self._place, self._sent = place, sent
         self._device = sent.weight.device
-        self._payloads = [payload.to(HOST) for payload in sent.payloads]
+        self._payloads, self._weight = [payload.to(HOST) for payload in sent.payloads], sent.weight.to(HOST)
         self._errors = None if sent.errors is None else [error.to(HOST) for error in sent.errors]
         self.steps: list[int] = []
         self.finite = torch.ones(place.most, dtype=torch.bool, device=self._device)  # others do not meet
@@ -105,6 +105,5 @@ class PlaceMeeting:
         if known != name:
             group = self._place.gloo(name, go["index"], len(go["slots"]))
         layout = Layout(sent.sizes, len(go["slots"]), sent.wire, sent.dtype)
-        weight = sent.weight.to(HOST)
-        exchange = Exchange(group, layout, self._payloads, weight=weight, step=sent.step, errors=errors)
+        exchange = Exchange(group, layout, self._payloads, weight=self._weight, step=sent.step, errors=errors)
         return exchange.finish(), errors, (name, group)
