@@ -101,6 +101,27 @@ def test_jobs_at_a_meeting_place_go_and_come_back_and_end_alike(corpus: Path, tm
         assert {line["replicas"] for line in lines if "replicas" in line} == {1, 2}
 
 
+def test_jobs_that_all_stopped_while_something_was_in_flight_end_alike(corpus: Path, tmp_path: Path) -> None:
+    with jobs(tmp_path, replicas=2, quorum=2, grace_s=30) as place, ThreadPoolExecutor() as threads:
+        common = {"mesh": "dp_shard=1", "steps": 12, "meeting_place": place.address, "save_every": 5, "delay": 2}
+
+        def job(name: str, stop: int | None = None) -> tuple[int, str]:
+            return run(1, RECIPE, *flags(corpus, tmp_path / name, **common), stop=stop and (tmp_path / name, stop))
+
+        for found in [threads.submit(job, name, 5) for name in "ab"]:
+            status, output = found.result(120)
+            assert status == 0 and "saved step" in output, output
+        for name in "ab":  # of step 5 the mean of step 4 is there, and lands after step 6
+            for folder in (tmp_path / name / "checkpoints").glob("step-*"):
+                if folder.name != "step-00000005":
+                    shutil.rmtree(folder)
+        for found in [threads.submit(job, name) for name in "ab"]:
+            status, output = found.result(120)
+            assert status == 0 and "resume from step 5" in output, output
+    models = [(tmp_path / name / "model-12" / "model.safetensors").read_bytes() for name in "ab"]
+    assert models[0] == models[1]
+
+
 def test_a_job_whose_meeting_place_is_gone_saves_what_it_has_and_goes_on_from_there(
     corpus: Path, tmp_path: Path
 ) -> None:

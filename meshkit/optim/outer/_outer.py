@@ -411,7 +411,7 @@ class OuterOptimizer:
         return snapshot_of(values)
 
     def _take(self, snapshot: Snapshot) -> None:
-        given = rebuilt(snapshot, self.mesh.device)
+        given, self._flight = rebuilt(snapshot, self.mesh.device), None
         for param, (values, outer) in zip(self._params(), given["params"], strict=True):
             if (entry := self.entries.get(param)) is not None:
                 values |= {"outer_tokens": torch.zeros(()), "outer_error": None}
@@ -425,7 +425,7 @@ class OuterOptimizer:
         set_options(self.param_groups, given["options"])
         for each, state in zip(self._follow, given["follow"], strict=True):
             each.load_state_dict(state)
-        self._flight, self._taken_at, self._is_end = None, self._step, given["is_end"]
+        self._taken_at, self._is_end = self._step, given["is_end"]
 
     def _outer_value(self, param: Tensor) -> Tensor:
         entry = self.entries.get(param)
