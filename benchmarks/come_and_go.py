@@ -7,7 +7,7 @@ Each replica is a torchrun job of examples/diloco_pretrain.py. Kills (SIGKILL) a
 50 ms after the victim said that it is there) and in a join (while it waits for the others' state, or is given it); the victim
 is started again at once. After each meeting and each join every job writes down a digest of its outer state: of a step all
 must be the same. A stop is the time in which a replica's `OuterOptimizer.step` did not return. The same run without kills
-follows. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
+goes on beside it; each step has a pause, so that the cores have room for both and for those that start. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.recipes.launch import ROOT, TORCHRUN, finish, start_command
 RESULTS = Path(__file__).parent / "results/come_and_go.jsonl"
 MOMENTS = ("step", "meeting", "join")
 WAIT_S = 120.0
-ROWS, SEQ_LEN = 4, 128  # of a replica's step
+ROWS, SEQ_LEN, PAUSE_S = 2, 128, 0.25  # of a replica's step
 
 
 def job() -> None:
@@ -63,6 +64,7 @@ def job() -> None:
             return steps
 
         def step(self) -> None:
+            time.sleep(PAUSE_S)
             before, began, number = self.replicas.last, time.monotonic(), self.steps + 1
             super().step()
             if self.replicas.last is not before and self.steps == number:
@@ -128,7 +130,7 @@ class Campaign:
     def wait(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + WAIT_S
         while not what():
-            if time.monotonic() > end or any(process.poll() for process in self.jobs.values()):
+            if time.monotonic() > end or any(process.poll() is not None for process in self.jobs.values()):
                 logs = [(self.out(index) / "log").read_text()[-1500:] for index in self.jobs]
                 raise AssertionError("\n".join([*self.lines[-10:], *logs]))
             time.sleep(0.002)
@@ -198,16 +200,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        struck, moments = run(Path(temporary, "struck"), options, options.kills)
-        print(f"with kills: {struck.loss():.4f}", flush=True)
-        whole, _ = run(Path(temporary, "whole"), options, 0)
+        with ThreadPoolExecutor() as threads:
+            beside = threads.submit(run, Path(temporary, "whole"), options, 0)
+            struck, moments = run(Path(temporary, "struck"), options, options.kills)
+            whole, _ = beside.result()
         digests: dict[int, set[str]] = defaultdict(set)
         rows = [row for each in struck.told().values() for row in each]
         for row in rows:
