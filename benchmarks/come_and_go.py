@@ -7,7 +7,8 @@ Each replica is a torchrun job of examples/diloco_pretrain.py. Kills (SIGKILL) a
 50 ms after the victim said that it is there) and in a join (while it waits for the others' state, or is given it); the victim
 is started again at once. After each meeting and each join every job writes down a digest of its outer state: of a step all
 must be the same. A stop is the time in which a replica's `OuterOptimizer.step` did not return. The same run without kills
-goes on beside it; each step has a pause, so that the cores have room for both and for those that start. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
+goes on beside it; each step has a pause, so that the cores have room for both and for those that start. Prints one JSON
+row; --record adds it to results/come_and_go.jsonl.
 """
 
 from __future__ import annotations
