@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -216,6 +216,7 @@ def main() -> None:
         rows = [row for each in struck.told().values() for row in each]
         for row in rows:
             digests[row["step"]].add(row["digest"])
+        met = {row["step"]: len(row["slots"]) for row in rows if row["word"] == "met"}
         stops = [row["took_s"] for row in rows if row["word"] == "met"]
         joins = [row["step"] for row in rows if row["word"] == "joined" and row["step"]]
         row = {
@@ -229,6 +230,8 @@ def main() -> None:
             "kills": options.kills,
             "moments": {moment: moments.count(moment) for moment in MOMENTS},
             "joins": len(joins),
+            "steps_compared": len(digests),
+            "mean_replicas": round(sum(met.values()) / len(met), 2),
             "stop_s": vars(spread(stops)),
             "longest_stop_s": round(max(stops), 3),
             "stop_s_without_kills": vars(
