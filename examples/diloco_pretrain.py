@@ -6,10 +6,15 @@ streaming       ... --every 24 --fragments 4 --delay 2 --mixing 0.5 --wire int4
 CO2             ... --algorithm co2 --every 10
 two sites       torchrun --nnodes 2 --nproc-per-node 8 ... examples/diloco_pretrain.py --model llama3.2-1b \
                     --mesh "dp_replicate=2 dp_shard=8" --precision bf16 --seq-len 4096 --global-batch 32 --every 100
+come and go     python -m meshkit meeting-place --port 29600 --replicas 4 --quorum 2 --grace 30, and up to four jobs as
+                torchrun --standalone --nproc-per-node 2 examples/diloco_pretrain.py --mesh "dp_shard=2" \
+                    --meeting-place HOST:29600 --out runs/diloco-0    # the next one with --out runs/diloco-1
 
 dp_replicate is the slow link: on it nothing is sent but at meetings, and once in --every steps a few bytes that ask whether
 a signal came. All other axes are inside a replica. --explain prints the bytes of a period. Each replica saves in a folder of
-its own, all after the same steps, and a run that finds them in --out goes on from there, also within a period. The data, the
+its own, all after the same steps, and a run that finds them in --out goes on from there, also within a period. With
+--meeting-place each replica is a job of its own, without dp_replicate in its --mesh, and may be lost, and come, at any time:
+one that comes, for the first time or again, gets the state of the others at their next meeting. The data, the
 model and what to expect of it are those of llama_pretrain.py; docs/slow_links.md says what the algorithms cost and lose.
 """
 
@@ -25,7 +30,7 @@ import torch
 import meshkit as mk
 from meshkit.data import Loader
 from meshkit.mesh import replica_mesh
-from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer, Policy
+from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, MeetingPlace, OuterOptimizer, Policy
 from meshkit.recipes import (
     Count,
     CountOrNone,
@@ -74,6 +79,8 @@ class Config(StepFlags, ParallelFlags, PretrainFlags):
     """diloco: the share of its own values that a replica keeps at an update"""
     wire: Literal["full", "int8", "int4"] = "full"
     """how changes travel"""
+    meeting_place: str = ""
+    """host:port of `python -m meshkit meeting-place`: this job is one of the replicas that meet there"""
     out: Path = Path("runs/diloco")
 
     def policy(self) -> Policy:
@@ -95,7 +102,10 @@ def main() -> None:
     mesh = mk.init_mesh(config.mesh)
     replica = replica_mesh(mesh)  # of this rank: what is inside sends nothing over dp_replicate
     number, replicas = mesh["dp_replicate"].get_local_rank(), mesh.spec.dp_replicate
-    print0(f"mesh  {mesh.describe()}")
+    place = MeetingPlace(config.meeting_place, mesh) if config.meeting_place else None
+    if place is not None:
+        number, replicas = place.slot, place.most
+    print0(f"mesh  {mesh.describe()}, replica {number} of {replicas}")
 
     # ---------------------------------------------------------------------------------------------- text to tokens
     tokenizer, splits = text_tokens(config, vocab_size=MODELS[config.model].vocab_size)
@@ -104,8 +114,8 @@ def main() -> None:
         seq_len=config.seq_len,
         global_batch=config.global_batch,
         seed=config.seed,
-        rank=mesh.data_rank,  # of all replicas: each has other rows
-        ranks=mesh.data_ranks,
+        rank=(place or mesh).data_rank,  # of all replicas: each has other rows
+        ranks=(place or mesh).data_ranks,
         documents=config.documents,
         vocab_size=tokenizer.vocab_size,
     )
@@ -120,17 +130,23 @@ def main() -> None:
         mk.models.load_pretrained(run.model, config.pretrained)
     optimizer = mk.adamw(run, lr=config.lr, weight_decay=config.weight_decay)
     scheduler = config.lr_schedule(optimizer)
-    outer = OuterOptimizer(run, optimizer, mesh, policy)
-    rows = -(-config.global_batch // mesh.data_ranks)
+    outer = OuterOptimizer(run, optimizer, place or mesh, policy, follow=[scheduler, loader])
+    rows = -(-config.global_batch // (place or mesh).data_ranks)
     if config.explain:
         sizes = {"rows": rows, "seq_len": config.seq_len, "microbatches": config.microbatches}
         print0(mk.explain(run, outer=outer, **sizes))
 
     # ---------------------------------------------------------------------------------------------- the loop
-    # A part is saved by the ranks that have it: each replica with its own values, and the outer state that all have.
-    parts = {f"replica-{index}": (None, None, None) for index in range(replicas)}
-    parts[f"replica-{number}"] = (run, outer, scheduler)
-    with Session(mesh, config, parts=parts, loader=loader, signals_every=config.every) as session:
+    if place is None:
+        # A part is saved by the ranks that have it: each replica with its own values, and the outer state that all have.
+        parts = {f"replica-{index}": (None, None, None) for index in range(replicas)}
+        parts[f"replica-{number}"] = (run, outer, scheduler)
+        session = Session(mesh, config, parts=parts, loader=loader, signals_every=config.every)
+    else:
+        session = Session(run, config, optimizer=outer, scheduler=scheduler, loader=loader)
+    with session:
+        if session.start < config.steps:
+            session.go_on_from(outer.join())
         for step in session.steps():
             loss = run.forward_backward(
                 next(loader), microbatches=config.microbatches
@@ -141,7 +157,8 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             outer.step()  # also where the guard skipped: replicas count alike
-            session.log(loss=loss, grad_norm=norm)
+            step = session.go_on_from(outer.steps)  # further on, where it came late and got the others' state
+            session.log(loss=loss, grad_norm=norm, **outer.scalars)
             session.stop_clock(tokens=config.global_batch * config.seq_len)
             if step == config.steps:
                 outer.meet()
@@ -160,7 +177,9 @@ def main() -> None:
         return
 
     # ---------------------------------------------------------------------------------------------- export, of one replica
-    if number == 0:
+    if place is not None:
+        place.leave()
+    if number == 0 or place is not None:
         export = config.out / f"model-{config.steps}"
         run.export(export, tokenizer)
         written = write_sample(

@@ -1,6 +1,7 @@
 """Command line: train by a recipe or copy it, draw a pipeline schedule, estimate memory, forecast seconds, search strategies,
 place the calls of reinforcement learning, explain a run before it starts, plan its energy and its checkpoints, measure a
-cluster, read the last calls of a run, relay weights, write rollouts for a trainer elsewhere, or verify those of others.
+cluster, read the last calls of a run, relay weights, write rollouts for a trainer elsewhere, verify those of others, or say
+which replicas of local updates meet.
 
 `meshkit` and `python -m meshkit` are the same; the name of a recipe may stand for its file.
 
@@ -23,6 +24,7 @@ python -m meshkit measure-cluster
 python -m meshkit relay http://trainer:8000 --folder weights
 python -m meshkit rollout-worker http://trainer:8000 --secret-file secret
 python -m meshkit rollout-validator http://trainer:8000 --secret-file validators-secret
+python -m meshkit meeting-place --port 29600 --replicas 4 --quorum 2 --grace 30
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ from meshkit.algos.workers.validator_command import command as validator_command
 from meshkit.cluster.command import MeasureCluster, measure_cluster
 from meshkit.errors import MeshkitError, PlanError
 from meshkit.faults import read_calls
+from meshkit.optim.outer.place.command import MeetingPlaceOptions
+from meshkit.optim.outer.place.command import command as meeting_place_command
 from meshkit.parallel.pipeline import PerStage, Schedule, Times, check, overlap, read_csv, simulate, write_csv
 from meshkit.parallel.pipeline.drawing import coloured, html, summary, svg, text, trace
 from meshkit.parallel.pipeline.schedules import NAMES, named
@@ -250,6 +254,7 @@ def main() -> None:
                     "relay": RelayOptions,
                     "rollout-worker": WorkerOptions,
                     "rollout-validator": ValidatorOptions,
+                    "meeting-place": MeetingPlaceOptions,
                     "energy": Energy,
                     "calls": Calls,
                     "measure-cluster": MeasureCluster,
@@ -267,6 +272,8 @@ def main() -> None:
                 worker_command(chosen)
             elif isinstance(chosen, ValidatorOptions):
                 validator_command(chosen)
+            elif isinstance(chosen, MeetingPlaceOptions):
+                meeting_place_command(chosen)
             elif isinstance(chosen, Energy):
                 times = parse_times(chosen.times)
                 energy_command(chosen, find_schedule(chosen, times), times)

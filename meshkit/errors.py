@@ -40,6 +40,13 @@ class StepError(MeshkitError):
     exit_code = 1
 
 
+class MeetingError(StepError):
+    """A replica that cannot meet the others any more: no meeting place, no quorum, another layout.
+
+    All its ranks have it, and its values are those after its last step, so that they can be saved.
+    """
+
+
 class CorruptionError(MeshkitError):
     """Weights or optimizer state that are not what was written: a bit flipped, or a rank computed wrongly.
 

@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshkit.checkpoint import Checkpointer, InMemory, SaveOnSignal
 from meshkit.core.optimizer_state import HoldsState
 from meshkit.core.to_device import HOST, copy_to_host
-from meshkit.errors import CorruptionError, MeshkitError, PlanError, StepError
+from meshkit.errors import CorruptionError, MeetingError, MeshkitError, PlanError, StepError
 from meshkit.faults import send_alert, watch_with
 from meshkit.faults.corruption import CorruptionGuard
 from meshkit.faults.nan_guard import NonFiniteGuard
@@ -146,7 +146,7 @@ class Session:
         self._skips: dict[int, tuple[int, int]] = {}  # of the guard, by the step of a checkpoint
         self._signals, self._signals_every = SaveOnSignal(), signals_every
         self._files = ExitStack()  # open from __enter__ to __exit__
-        self._step = 0
+        self._step, self._saved = 0, 0
         self._leaving: bool | None = None  # whether a signal came, once it was asked in this step
         self._clock_stopped = False
         self.scalars: dict[str, float] = {}
@@ -210,6 +210,9 @@ class Session:
     ) -> None:
         if error is None or isinstance(error, MeshkitError):  # else the device may be lost
             self._write_lines(waiting=0)
+        if isinstance(error, MeetingError) and self._writes and self._step not in (self.start, self._saved):
+            self._save(self._step)  # the values are those after it, on all ranks
+            print0(f"saved {self._unit} {self._step}; start again to go on")
         self._files.__exit__(kind, error, trace)
         if self.stopped and error is None:
             received = self._signals.received or "a signal on another rank"
@@ -221,11 +224,11 @@ class Session:
         After the last, parameters have the values that are to be evaluated, where an optimizer tells them apart. Steps after
         a rollback come again.
         """
-        if self.start >= self._total:
+        step = self._step
+        if step >= self._total:
             return
-        self._meter = self._meter_from(self.start)
+        self._meter = self._meter_from(step)
         stragglers = Stragglers(self.mesh)
-        step = self.start
         while step < self._total:
             step += 1
             if self._next_strategy is not None and step > self._move_at:
@@ -241,6 +244,7 @@ class Session:
                     if self._foresight is not None:
                         self._measured.enter_context(self._foresight.measure())
                     yield step
+                    step = self._step
                 if not self._clock_stopped:
                     raise StepError(
                         f"step {step}: its time has no end. Call session.stop_clock(tokens=...) in every step."
@@ -270,6 +274,13 @@ class Session:
                 return
         set_mode(self._optimizer, trains=False)
         self.finished = True
+
+    def go_on_from(self, step: int) -> int:
+        """This step has another number, and the next one follows it: where the run has taken the state of one that is further
+        on. Before the loop, the first follows it. Returns it."""
+        if step != self._step:
+            self._step, self._meter = step, self._meter_from(step - 1)
+        return step
 
     def stop_clock(self, *, tokens: int, flops_per_token: FlopsPerToken | None = None) -> None:
         """The work of the step ends here: evaluation, pictures and files that follow are no part of its time.
@@ -473,7 +484,7 @@ class Session:
         return newest[0]
 
     def _save(self, step: int) -> None:
-        config = self._config
+        config, self._saved = self._config, step
         if self._run is not None:
             state = {"scheduler": self._scheduler, "loader": self._loader, "config": config}
             self._checkpoints.save(step, self._run, self._optimizer, **state)

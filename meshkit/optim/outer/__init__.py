@@ -10,3 +10,5 @@ from ._traffic import PeriodTraffic as PeriodTraffic
 from ._traffic import period_traffic as period_traffic
 from ._fragments import fragments_of_model as fragments_of_model
 from ._outer import outer_dtype as outer_dtype
+from ._meets import Met as Met
+from .place import MeetingPlace as MeetingPlace

@@ -176,7 +176,7 @@ class Exchange:
         assert self._errors is not None
         layout = self._layout
         flat = error.new_zeros(layout.replicas * layout.chunk)
-        begin = dist.get_rank(self._group) * layout.chunk
+        begin = self._group.rank() * layout.chunk
         flat[begin : begin + layout.chunk] = error * layout.replicas
         for index, kept in enumerate(self._errors):
             kept.add_(self._part(flat, index))

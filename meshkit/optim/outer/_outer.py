@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from meshkit.core.arguments import require
 from meshkit.core.model_state import model_tensors
 from meshkit.core.optimizer_state import finish_update, parameter_names
 from meshkit.core.sharding import local_tensor
-from meshkit.errors import PlanError
+from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
-from meshkit.optim.outer._exchange import Exchange, Layout
 from meshkit.optim.outer._fragments import fragments_of_model
+from meshkit.optim.outer._hand_on import HasState, Snapshot, laid_out, options, rebuilt, set_options, snapshot_of
+from meshkit.optim.outer._meets import CameLate, Meeting, MeshAxis, Replicas, Sent
 from meshkit.optim.outer._policy import (
     CO2,
     DiLoCo,
@@ -28,36 +31,34 @@ from meshkit.optim.outer._policy import (
     period_at,
     wire_of,
 )
-from meshkit.optim.outer._refusals import (
-    refuse_different_values,
-    refuse_not_finite,
-    refuse_other_mesh,
-    refuse_other_steps,
-)
+from meshkit.optim.outer._refusals import refuse_not_finite, refuse_other_steps
 from meshkit.optim.outer._state import Entry, JoinedState, flat
 from meshkit.optim.outer._traffic import PeriodTraffic, period_traffic
 from meshkit.optim.outer._update import outer_step
+from meshkit.optim.outer.place import MeetingPlace
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
-
-AXIS = "dp_replicate"
 
 
 @dataclass
 class _Flight:
     """A fragment under way. sent: after which step. exchange: None once its means are in the entries, or where this rank has
-    nothing of the fragment."""
+    nothing of the fragment. tokens: by which it is weighted."""
 
     fragment: int
     sent: int
-    exchange: Exchange | None
+    exchange: Meeting | None
+    tokens: Tensor | None = None
 
 
 class OuterOptimizer:
     """Local updates on the axis dp_replicate: the replicas of a run step alone, and meet as a policy says.
 
     run: on `replica_mesh(mesh)`, with the same values on every replica. optimizer: the inner one, of the run's parameters.
-    mesh: with all replicas. policy: `LocalSGD`, `DiLoCo` or `CO2`.
+    mesh: with all replicas; or a `MeetingPlace`, where each replica is a job of its own, and comes and goes: then `run` is on
+    that job's mesh, and `join` comes before the first step. policy: `LocalSGD`, `DiLoCo` or `CO2`.
+    follow: what else moves to where a replica's state is when this one takes it, with `state_dict` and `load_state_dict`, as
+    the scheduler and the loader.
     Call `step()` once after each step of the inner optimizer, also where a guard skipped it; at the end `meet()`.
     Where a checkpoint takes an optimizer, give it this one. Outer parameters, momentum, rounding errors, the place in the
     period and what is in flight are then saved beside the inner state, and a run goes on within a period bit for bit.
@@ -71,18 +72,27 @@ class OuterOptimizer:
     which its ranks learn whether the mean is finite.
     Raises: PlanError for a run on another mesh, and for replicas that begin with different values; on all ranks,
     AgreementError for replicas with other policies or after other numbers of steps, StepError for a mean that is not finite,
-    which names the replica.
+    which names the replica. At a meeting place MeetingError where this replica cannot meet the others any more; its values
+    are then those after its last step.
     """
 
-    def __init__(self, run: Run, optimizer: Optimizer, mesh: Mesh, policy: Policy) -> None:
+    def __init__(
+        self,
+        run: Run,
+        optimizer: Optimizer,
+        mesh: Mesh | MeetingPlace,
+        policy: Policy,
+        *,
+        follow: Sequence[HasState] = (),
+    ) -> None:
         require("OuterOptimizer", "run", run, Run)
-        require("OuterOptimizer", "mesh", mesh, Mesh)
+        require("OuterOptimizer", "mesh", mesh, Mesh, MeetingPlace)
         require("OuterOptimizer", "policy", policy, LocalSGD, DiLoCo, CO2)
-        self.run, self.mesh, self.policy, self.inner = run, mesh, policy, optimizer
-        refuse_other_mesh(run, mesh, type(policy).__name__)
-        mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
+        self.run, self.policy, self.inner, self._follow = run, policy, optimizer, follow
+        self.mesh = mesh if isinstance(mesh, Mesh) else run.mesh
+        self.replicas: Replicas = MeshAxis(mesh) if isinstance(mesh, Mesh) else mesh
+        self.replicas.check(run, policy)
         self._run_mesh = run.mesh
-        self._axis = mesh[AXIS]
         self._delay, self._fragments = delay_of(policy), fragments_of(policy)
         fragments = fragments_of_model(run.resolved, self._fragments)
         tensors = model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
@@ -97,13 +107,15 @@ class OuterOptimizer:
                 f"{type(policy).__name__} with a delay: {next(iter(self._buffers))!r} is a buffer that replicas write, and "
                 "its mean would come late. Use LocalSGD, or DiLoCo without a delay."
             )
-        refuse_different_values(run, mesh, tensors)
+        self.replicas.compare(run, tensors, {entry.name for entry in self.entries.values()})
         self._step = 0
         self._next = self._period() // self._fragments
         self._flight: _Flight | None = None
         self._tokens = [
-            torch.zeros((), dtype=torch.float64, device=mesh.device) for _ in range(self._fragments)
+            torch.zeros((), dtype=torch.float64, device=self.mesh.device) for _ in range(self._fragments)
         ]  # of this replica since the fragment was sent
+        self._taken_at = -1  # the step at which it took the others' state
+        self._is_end = False  # and that is what `meet` had made
         for entry in self.entries.values():
             self._begin(entry)
 
@@ -116,6 +128,15 @@ class OuterOptimizer:
     def next_meeting(self) -> int:
         """After which step the replicas next send."""
         return self._next
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """For the log, of the meeting after this step: how many replicas it had, and how long this one stood still for it.
+        Empty where there was none, and on a mesh, where all meet always."""
+        met = self.replicas.last
+        if met is None or met.step != self._step:
+            return {}
+        return {"replicas": len(met.replicas), "meeting_s": met.stood_s}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -134,12 +155,30 @@ class OuterOptimizer:
         sizes = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
         fragments = {entry.name: entry.fragment for entry in self.entries.values()}
         fragments |= dict.fromkeys(self._buffers, self._fragments - 1)
-        return period_traffic(self.policy, sizes, fragments, replicas=self._axis.size(), dtype=self._dtype)
+        return period_traffic(self.policy, sizes, fragments, replicas=self.replicas.most, dtype=self._dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The outer state that this rank holds, beside what is in flight."""
         return [tensor for entry in self.entries.values() for tensor in entry.tensors.values()]
+
+    @torch.no_grad()
+    def join(self) -> int:
+        """Before the first step: return, with the steps made, once this replica counts among the others.
+
+        At a meeting place a replica gets the newest state: outer parameters, which its own become, momentum and the inner
+        optimizer's state from a replica that counts, whose `follow` its own follows; errors are zero. One whose own state is
+        the newest keeps it, and the others get that. On a mesh nothing happens, since there all begin together.
+        Raises: MeetingError, without a quorum for one.
+        """
+        self._shards_back()
+        snapshot = self.replicas.join((self._next, self._step))
+        if snapshot is not None:
+            self._take(snapshot)
+        self.replicas.hand_on(self._snapshot)
+        if self._step == self._next:  # of a replica that ended before it met
+            self._advance_or_join()
+        return self._step
 
     @torch.no_grad()
     def step(self) -> None:
@@ -155,6 +194,18 @@ class OuterOptimizer:
                 )
             for tokens in self._tokens:
                 tokens += self.run.valid_tokens
+        self._advance_or_join()
+
+    def _advance_or_join(self) -> None:
+        try:
+            self._advance()
+        except CameLate:
+            self.join()
+        if self._flight is None:  # else whoever has come is given all once that has landed
+            self.replicas.hand_on(self._snapshot)
+
+    def _advance(self) -> None:
+        """Send, receive or meet where the policy does after this step."""
         flight = self._flight
         if flight is not None and flight.exchange is not None and self._step >= flight.sent + (self._delay + 1) // 2:
             flight.exchange.turn()
@@ -178,13 +229,23 @@ class OuterOptimizer:
         What is in flight lands first. Without momentum, so that right after a meeting nothing changes. The meetings that are
         due come when they would have. Every rank of the mesh calls it.
         """
+        if self._is_end and self._taken_at == self._step:
+            return  # the state that it took was made by this meeting
+        try:
+            self._meet()
+        except CameLate:
+            self.join()
+        else:
+            self.replicas.hand_on(partial(self._snapshot, is_end=True))
+
+    def _meet(self) -> None:
         self._shards_back()
         # With CO2 before what is in flight lands, since this period began from the outer parameters as they are.
         late = [self._payload(entry) for entry in self._of(0)] if isinstance(self.policy, CO2) else None
         if self._flight is not None:
             self._land()
         for fragment in range(self._fragments):
-            self._launch(fragment, late or [self._payload(entry) for entry in self._of(fragment)])
+            self._launch(fragment, late or [self._payload(entry) for entry in self._of(fragment)], plain=True)
             self._land(plain=True)
 
     def finish(self) -> None:
@@ -197,7 +258,10 @@ class OuterOptimizer:
         if flight is None or flight.exchange is None:
             return
         with torch.no_grad():
-            means = flight.exchange.finish()
+            try:
+                means = flight.exchange.finish()
+            except (CameLate, MeetingError):
+                return  # what is saved has nothing of it, and it comes out when it would have landed
             refuse_other_steps(flight.exchange.steps, flight.sent)
             for entry, mean in zip(self._of(flight.fragment), means, strict=True):
                 entry.average = entry.like(mean.dtype)
@@ -215,23 +279,25 @@ class OuterOptimizer:
         values = local_tensor(entry.param).reshape(-1)
         return values if isinstance(self.policy, LocalSGD) else flat(entry.parameter) - values
 
-    def _launch(self, fragment: int, payloads: list[Tensor]) -> None:
-        entries = self._of(fragment)
-        payloads = payloads + [buffer.reshape(-1) for buffer in self._buffers_of(fragment)]
-        layout = self._layout(payloads)
-        exchange = None
-        if layout is not None:
-            tokens = self._tokens[fragment]
-            exchange = Exchange(
-                self._axis.get_group(),
-                layout,
-                payloads,
-                weight=torch.ones_like(tokens) if self.policy.weights == "equal" else tokens,
-                step=self._step,
+    def _launch(self, fragment: int, payloads: list[Tensor], *, plain: bool = False) -> None:
+        entries, tokens = self._of(fragment), self._tokens[fragment].clone()
+        weight = tokens
+        if self.policy.weights == "equal":  # but of one that has made no step since it came
+            weight = torch.full_like(tokens, float(self._step != self._taken_at))
+        meeting = self.replicas.begin(
+            Sent(
+                payloads=payloads + [buffer.reshape(-1) for buffer in self._buffers_of(fragment)],
+                weight=weight,
                 errors=[flat(entry.error) for entry in entries] if feeds_back(self.policy) else None,
+                step=self._step,
+                wire=wire_of(self.policy),
+                dtype=self._dtype,
+                key=f"step {self._step}, fragment {fragment}{', the end' * plain}",
+                last=not plain or fragment == self._fragments - 1,
             )
+        )
+        self._flight = _Flight(fragment, self._step, meeting, tokens)
         self._tokens[fragment].zero_()
-        self._flight = _Flight(fragment, self._step, exchange)
 
     def _land(self, *, plain: bool = False) -> None:
         """The means move the outer parameters, and those the replica's. plain: by themselves, without the outer optimizer."""
@@ -240,7 +306,12 @@ class OuterOptimizer:
         self._flight = None
         entries = self._of(flight.fragment)
         if flight.exchange is not None:
-            means = flight.exchange.finish()
+            try:
+                means = flight.exchange.finish()
+            except (CameLate, MeetingError):  # what was counted has not been sent
+                assert flight.tokens is not None
+                self._tokens[flight.fragment] += flight.tokens
+                raise
             refuse_other_steps(flight.exchange.steps, flight.sent)
         else:
             means = [flat(entry.average) for entry in entries if entry.average is not None]
@@ -304,13 +375,6 @@ class OuterOptimizer:
     def _buffers_of(self, fragment: int) -> list[Tensor]:
         return [local_tensor(buffer) for buffer in self._buffers.values()] if fragment == self._fragments - 1 else []
 
-    def _layout(self, payloads: list[Tensor]) -> Layout | None:
-        """None where this rank has nothing of the fragment, as on a stage without its blocks."""
-        sizes = tuple(payload.numel() for payload in payloads)
-        if not sum(sizes):
-            return None
-        return Layout(sizes, self._axis.size(), wire_of(self.policy), self._dtype)
-
     @property
     def _dtype(self) -> torch.dtype:
         return outer_dtype(entry.param.dtype for entry in self.entries.values())
@@ -331,6 +395,44 @@ class OuterOptimizer:
             local_tensor(entry.parameter).copy_(local_tensor(entry.param))
         if feeds_back(self.policy):
             entry.error = entry.like(self._dtype)
+
+    # ------------------------------------------------------------------------------------------------- from one to another
+
+    def _snapshot(self, *, is_end: bool = False) -> Snapshot:
+        """What a replica needs to go on from here as this one, but for what is each one's own: tokens and errors."""
+        self._shards_back()
+        values = {
+            "params": [(self.state[param], self._outer_value(param)) for param in self._params()],
+            "buffers": list(self._buffers.values()),
+            "options": options(self.param_groups),
+            "follow": [each.state_dict() for each in self._follow],
+            "is_end": is_end,
+        }
+        return snapshot_of(values)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        given, self._flight = rebuilt(snapshot, self.mesh.device), None
+        for param, (values, outer) in zip(self._params(), given["params"], strict=True):
+            if (entry := self.entries.get(param)) is not None:
+                values |= {"outer_tokens": torch.zeros(()), "outer_error": None}
+                if feeds_back(self.policy):
+                    values["outer_error"] = entry.like(self._dtype)
+            self.state[param] = laid_out(values, param)
+            local_tensor(param).copy_(outer)
+        self._written(list(self.entries.values()))
+        for buffer, value in zip(self._buffers.values(), given["buffers"], strict=True):
+            local_tensor(buffer).copy_(value)
+        set_options(self.param_groups, given["options"])
+        for each, state in zip(self._follow, given["follow"], strict=True):
+            each.load_state_dict(state)
+        self._taken_at, self._is_end = self._step, given["is_end"]
+
+    def _outer_value(self, param: Tensor) -> Tensor:
+        entry = self.entries.get(param)
+        return param if entry is None or entry.parameter is None else entry.parameter
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _numbers(self, fragment: int) -> dict[str, Any]:
         flight = self._flight or _Flight(0, 0, None)

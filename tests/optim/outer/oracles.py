@@ -140,3 +140,41 @@ def co2(
             replicas.set(name, lambda index, name=name: outer[name])
             coming[name] = sent
     return outer
+
+
+def come_and_go(
+    model: nn.Module,
+    data: list[list[Batch]],
+    make: MakeOptimizer,
+    *,
+    every: int,
+    lr: float,
+    momentum: float,
+    meetings: list[set[int]],
+    comes: dict[int, list[int]],
+) -> tuple[Values, Values]:
+    """DiLoCo with other replicas at each meeting. meetings: the slots of each. comes: meeting -> slots that get the state of
+    its first slot after it. Returns outer parameters and momentum."""
+    names = [name for name, _ in model.named_parameters()]
+    replicas = {slot: Replicas(model, 1, make) for slot in meetings[0]}
+    outer = {name: param.detach().clone() for name, param in model.named_parameters()}
+    moments = {name: torch.zeros_like(value) for name, value in outer.items()}
+    for number, slots in enumerate(meetings):
+        for batches in data[number * every : (number + 1) * every]:
+            for slot in slots:
+                replicas[slot].train([batches[slot]])
+        tokens = {slot: replicas[slot].tokens[names[0]][0] for slot in slots}
+        for name in names:
+            changes = [(outer[name] - replicas[slot].value(0, name)) * tokens[slot] for slot in sorted(slots)]
+            mean = sum(changes, torch.zeros(()).double()) / sum(tokens.values())
+            moments[name] = momentum * moments[name] + mean
+            outer[name] = outer[name] - lr * (mean + momentum * moments[name])
+        for slot in slots:
+            for name in names:
+                replicas[slot].set(name, lambda _, name=name: outer[name])
+                replicas[slot].tokens[name] = [0.0]
+        for slot in comes.get(number, []):
+            replicas[slot] = Replicas(replicas[min(slots)].models[0], 1, make)
+            state = copy.deepcopy(replicas[min(slots)].optimizers[0].state_dict())  # a load takes tensors as they are
+            replicas[slot].optimizers[0].load_state_dict(state)
+    return outer, moments
