@@ -41,7 +41,15 @@ from meshkit.algos.rollout import (
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "fingerprints.jsonl"
-NUMBERS = ("exponents", "mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high")
+NUMBERS = (
+    "exponents",
+    "mantissa_mean",
+    "mantissa_median",
+    "log_prob_median",
+    "log_prob_high",
+    "log_prob_most",
+    "log_prob_drift",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

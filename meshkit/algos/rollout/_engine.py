@@ -105,6 +105,19 @@ class Stopping:
         # After the test of "stop": an answer that ends with its last allowed token has ended by itself.
         return "length" if len(ids) == self.sampling.max_new_tokens else None
 
+    def ends_after(self, ids: Sequence[int]) -> tuple[int, Reason | None]:
+        """(the number of ids after which an answer that goes on so ends, why); all of them and None if it goes on.
+
+        In a time that grows as their number does, and at most that of max_new_tokens.
+        """
+        stops = frozenset(self.sampling.stop_ids)
+        for count, id in enumerate(ids[: self.sampling.max_new_tokens], 1):
+            if id in stops or self._has_string(ids[max(0, count - self._tail) : count]):
+                return count, "stop"
+        if len(ids) >= self.sampling.max_new_tokens:
+            return self.sampling.max_new_tokens, "length"
+        return len(ids), None
+
     def text(self, ids: Sequence[int]) -> str:
         """The answer's text, without the id that ended it; "" without `decode`."""
         if self.decode is None:
@@ -116,6 +129,9 @@ class Stopping:
         if self.decode is None or not self.sampling.stop_strings:
             return False
         # Decode only the tail that the last token may have completed: all ids at each token would take quadratic time.
-        longest = max(map(len, self.sampling.stop_strings))
-        text = self.decode(list(ids[-(BYTES_OF_A_CHARACTER * longest + MARGIN) :]))
+        text = self.decode(list(ids[-self._tail :]))
         return any(string in text for string in self.sampling.stop_strings)
+
+    @property
+    def _tail(self) -> int:
+        return BYTES_OF_A_CHARACTER * max(map(len, self.sampling.stop_strings), default=0) + MARGIN

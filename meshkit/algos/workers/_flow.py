@@ -35,6 +35,7 @@ from meshkit.algos.dataflow import (
     to_tensors,
 )
 from meshkit.algos.shardcast import Origin
+from meshkit.algos.workers._leases import Leases
 from meshkit.algos.workers._server import Read, RolloutServer
 from meshkit.algos.workers._unverified import VerifyPolicy
 from meshkit.core import _torch
@@ -52,7 +53,8 @@ class WorkerPolicy:
 
     port: of the server of groups; weights are at the next one. 0 takes free ones. folder: for the versions that workers may
     still get; what an earlier run left there is deleted. host: the address to serve at; "" is all of this machine's.
-    secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. shard_bytes: of weights.
+    secret: what workers know too. lease_s: a worker that is not heard of for so long is lost. most_groups: of a worker at the
+    same time. longest_hold: leases for which it may have one before others may write it too. shard_bytes: of weights.
     tokens: of all answers to a prompt, the most. settings: what else a worker learns when it joins. gives: fields that it
     makes. verify: rollouts are learnt after a validator has passed them, see `VerifyPolicy`.
     Raises: PlanError for a port or seconds out of range, an empty secret, and one that workers and validators share.
@@ -63,6 +65,8 @@ class WorkerPolicy:
     secret: str
     host: str = ""
     lease_s: float = 30.0
+    most_groups: int = Leases.most
+    longest_hold: int = Leases.longest
     shard_bytes: int = 64 * 2**20
     tokens: int
     settings: Mapping[str, Any]
@@ -74,6 +78,10 @@ class WorkerPolicy:
             raise PlanError(f"WorkerPolicy(port={self.port}): give one from 1 to 65534, or 0 for free ones.")
         if not self.lease_s > 0:
             raise PlanError(f"WorkerPolicy(lease_s={self.lease_s}): a lease has some seconds.")
+        if min(self.most_groups, self.longest_hold) < 1:
+            raise PlanError(
+                f"WorkerPolicy(most_groups={self.most_groups}, longest_hold={self.longest_hold}): give at least 1 of each."
+            )
         if not self.secret:
             raise PlanError("rollout workers are known by a secret, which is empty. Give WorkerPolicy(secret=) a text.")
         if self.verify is not None and self.verify.secret == self.secret:
@@ -182,6 +190,8 @@ class WorkerFlow:
             first=lambda group: first(self._sample(group)),
             read=self._reads(read),
             verify=policy.verify,
+            most_groups=policy.most_groups,
+            longest_hold=policy.longest_hold,
         )
 
     @property
@@ -269,7 +279,13 @@ class WorkerFlow:
         return {**self._iteration(iteration)[index], SOURCE: group}
 
     def _reads(self, read: Callable[[Sample, Sequence[Mapping[str, Any]]], list[Sample]]) -> Read:
-        return lambda group, answers: read(self._sample(group), answers)
+        def read_group(group: int, answers: Sequence[Mapping[str, Any]]) -> list[Sample]:
+            assert self._server is not None
+            with self._server.lock:
+                sample = self._sample(group)
+            return read(sample, answers)
+
+        return read_group
 
     def _read(self) -> None:
         """What came, into the mailbox and the buffer. With the lock."""

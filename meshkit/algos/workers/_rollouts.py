@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,10 @@ from meshkit.errors import DataError
 GIVES = (*WRITTEN, "versions")
 FINGERPRINT = "fingerprint"
 CLAIMED = ("ids", "log_probs", "versions")
+# Nobody draws a token of a smaller probability, nor twice an answer of that: in fp32 the first happens once in 10^16 tokens
+# of a vocabulary of 10^5, the second once in 10^11 groups of 16.
+LEAST_LOG_PROB, LEAST_TWICE = -50.0, -30.0
+MOST_VERSIONS = 1 << 31
 
 
 def prompt_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -38,27 +41,37 @@ def read_answers(
 
     answers: ids, log_probs and versions of each token. features: of the model's head, where answers have fingerprints, which
     are then a field more. Raises: DataError for answers that `sampling` cannot have drawn: too few, too long or not ended,
-    with ids that the tokenizer has not, numbers that are no log-probabilities, and without a fingerprint of their size.
+    with ids that the tokenizer has not, numbers that are no log-probabilities, twice what is drawn once, and without a
+    fingerprint of their size. The time grows as the tokens do, and what is too long is not read.
     """
     stopping = Stopping(sampling, tokenizer.decode)
-    if len(answers) != samples:
-        raise DataError(f"{len(answers)} answers came, and {samples} were asked for.")
+    if not isinstance(answers, list | tuple) or len(answers) != samples:
+        came = len(answers) if isinstance(answers, list | tuple) else "no list of"
+        raise DataError(f"{came} answers came, and {samples} were asked for.")
     (prompt,) = encode_prompts([(sample["key"], _record(sample))], tokenizer)
     made = []
     for number, answer in enumerate(answers):
-        ids = [int(each) for each in answer["ids"]]
-        log_probs = [float(each) for each in answer["log_probs"]]
-        versions = [int(each) for each in answer["versions"]]
-        if not len(ids) == len(log_probs) == len(versions):
+        if not isinstance(answer, Mapping):
+            raise DataError(f"answer {number} is a {type(answer).__name__}, not an object.")
+        counts = [len(answer[name]) if isinstance(answer[name], list) else -1 for name in CLAIMED]
+        if min(counts) < 0 or len(set(counts)) > 1:
+            told = ["no list of" if count < 0 else count for count in counts]
+            raise DataError(f"answer {number} has {told[0]} ids, {told[1]} log_probs and {told[2]} versions.")
+        if counts[0] > sampling.max_new_tokens:
             raise DataError(
-                f"answer {number} has {len(ids)} ids, {len(log_probs)} log_probs and {len(versions)} versions."
+                f"answer {number} has {counts[0]} tokens, and at most {sampling.max_new_tokens} were asked for."
             )
+        ids = _whole(answer["ids"], "id", number)
+        versions = _whole(answer["versions"], "version", number)
+        log_probs = answer["log_probs"]
         if odd := [each for each in ids if not 0 <= each < tokenizer.vocab_size]:
-            raise DataError(f"answer {number} has the id {odd[0]}, and there are {tokenizer.vocab_size}.")
-        if odd_probs := [each for each in log_probs if not math.isfinite(each) or each > 0]:
-            raise DataError(f"answer {number} has the log-probability {odd_probs[0]}.")
-        ends = [stopping.reason(ids[: end + 1]) for end in range(len(ids))]
-        if not ends or ends[-1] is None or any(ends[:-1]):
+            raise DataError(f"answer {number} has the id {_short(odd[0])}, and there are {tokenizer.vocab_size}.")
+        if odd := [each for each in versions if not 0 <= each < MOST_VERSIONS]:
+            raise DataError(f"answer {number} has the version {_short(odd[0])}, which there is not.")
+        if odd := [each for each in log_probs if not _is_log_prob(each)]:
+            raise DataError(f"answer {number} has the log-probability {_short(odd[0])}.")
+        end, reason = stopping.ends_after(ids)
+        if not ids or reason is None or end < len(ids):
             raise DataError(f"answer {number} of {len(ids)} tokens ends before or after its end.")
         signed = {} if features is None else {FINGERPRINT: _fingerprint(answer, number, versions, features)}
         made.append(
@@ -66,16 +79,48 @@ def read_answers(
                 **sample,
                 "prompt_ids": prompt.ids,
                 "ids": np.array(ids, np.int64),
-                "log_probs": np.array(log_probs),
+                "log_probs": np.array(log_probs, np.float64),
                 "versions": np.array(versions, np.int64),
                 "text": stopping.text(ids),
-                "truncated": ends[-1] == "length",
+                "truncated": reason == "length",
                 "wrote": None,
                 "routing": None,
                 **signed,
             }
         )
+    _refuse_copies(made, sampling)
     return made
+
+
+def _refuse_copies(made: Sequence[Sample], sampling: Sampling) -> None:
+    """Where each answer is drawn for itself, with the probability that it has."""
+    if sampling.filters or not sampling.temperature:
+        return
+    before: dict[bytes, int] = {}
+    for number, sample in enumerate(made):
+        first = before.setdefault(sample["ids"].tobytes(), number)
+        if first < number and (log_prob := float(sample["log_probs"].sum())) < LEAST_TWICE:
+            raise DataError(
+                f"answers {first} and {number} are the same, of a log-probability of {log_prob:.3g}: nobody draws one twice."
+            )
+
+
+def _whole(values: list[Any], what: str, number: int) -> list[int]:
+    """JSON has one kind of number, and true is one to Python: 4.9 and true are no ids."""
+    for each in values:
+        if type(each) is not int:
+            raise DataError(f"answer {number} has the {what} {_short(each)}, which is no whole number.")
+    return values
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (int, float) and LEAST_LOG_PROB <= value <= 0
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "of more than 20 digits"
+    return f"{value!r:.40}"
 
 
 def answer_of(sample: Sample) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+import numpy as np
+
 from meshkit.algos.dataflow import Buffer, Sample
 from meshkit.algos.shardcast import QuietServer
 from meshkit.algos.workers._leases import Leases
@@ -27,6 +29,12 @@ from meshkit.errors import DataError, PlanError
 # old) is refused, and the group is free again. Whether those weights wrote it is for validators to say, where there are any:
 # jobs that are trusted, and known by a secret of their own. Until one has passed a group, it is not there for the trainer.
 
+# [Note: whose log-probabilities are learnt]
+# What a worker says is within the bounds of what an honest one may be off, and still decides: moved by 0.02 a token one way,
+# an answer of a thousand tokens is 20 nats off, and a correction of sequences drops it or not as the worker likes. So the
+# validator's are learnt, which the weights of each token's version give: what the worker should have said, to rounding. What
+# is lost is how the worker's kernels rounded, for which a correction would make up if the word of a worker were good.
+
 # [Note: lives of a trainer]
 # A trainer that starts anew from a checkpoint counts versions again from there, with other weights than those that came
 # after the checkpoint before. So each server has a life of its own, drawn at random, and a worker that names another one is
@@ -36,6 +44,7 @@ BYTES_OF_A_MESSAGE = 2**18  # beside answers
 BYTES_OF_A_TOKEN = 64  # its id, log-probability and version, as texts
 KEPT_REFUSALS = 10
 BYTES_OF_A_REASON = 300
+CHARACTERS_OF_A_NAME = 200
 GROUPS_OF_A_VALIDATOR = 256  # at most, so that verdicts on them fit into a message
 VALIDATORS = ("/validator/join", "/verify", "/verdict", "/validator/leave")
 
@@ -54,8 +63,9 @@ class RolloutServer:
     """Serves `POST /join`, `/work`, `/rollouts` and `/leave` to workers that know the secret, until it is closed.
 
     tokens: of all answers to a prompt, the most; longer messages are not read. settings: what a worker learns when it joins.
-    first(group): what it gets of a group's first sample. read: see `Read`. verify: `VALIDATORS` are served to validators too,
-    and what workers bring has arrived when one of these has passed it.
+    first(group): what it gets of a group's first sample. read: see `Read`; it is called without the lock, for it takes long.
+    verify: `VALIDATORS` are served to validators too, and what workers bring has arrived when one of these has passed it.
+    most_groups, longest_hold: see `Leases`.
     """
 
     def __init__(
@@ -71,10 +81,12 @@ class RolloutServer:
         first: Callable[[int], Mapping[str, Any]],
         read: Read,
         verify: VerifyPolicy | None = None,
+        most_groups: int = Leases.most,
+        longest_hold: int = Leases.longest,
     ) -> None:
         self.lock = threading.RLock()
         """around each look at the leases and the buffer"""
-        self.leases = Leases(buffer, lease_s, time.monotonic)
+        self.leases = Leases(buffer, lease_s, time.monotonic, most=most_groups, longest=longest_hold)
         self.newest, self.done = -1, False
         self.life = secrets.token_hex(8)
         self._settings, self._first = {**settings, "life": self.life}, first
@@ -165,8 +177,7 @@ class RolloutServer:
         function = self._answers[path]
         if not path.endswith("/join") and message["life"] != self.life:
             return {"rejoin": True}
-        with self.lock:
-            return function(message)
+        return function(message)
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -175,50 +186,60 @@ class RolloutServer:
 
     def _work(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, version of its weights, room for so many more groups, holds: those that it writes."""
-        node, version = str(message["node"]), int(message["version"])
-        self._refuse_failed(node)
-        known = self._nodes.setdefault(node, _Node(time.monotonic()))
-        known.seen = time.monotonic()
-        self.leases.renew(node, {int(each) for each in message["holds"]})
-        groups: list[int] = []
-        if not self.done and 0 <= version <= self.newest:
-            groups = self.leases.assign(node, version, min(int(message["room"]), 1 << 16))
-        known.told = self.done
-        given = [{"group": group, **self._first(group)} for group in groups]
-        return {"groups": given, "newest": self.newest, "done": self.done}
+        node, version, room = _name(message), _whole(message["version"]), _whole(message["room"])
+        holds = {_whole(each) for each in message["holds"]}
+        with self.lock:
+            self._refuse_failed(node)
+            known = self._nodes.setdefault(node, _Node(time.monotonic()))
+            known.seen = time.monotonic()
+            self.leases.renew(node, holds)
+            groups: list[int] = []
+            if not self.done and 0 <= version <= self.newest:
+                groups = self.leases.assign(node, version, room)
+            known.told = self.done
+            given = [{"group": group, **self._first(group)} for group in groups]
+            return {"groups": given, "newest": self.newest, "done": self.done}
 
     def _rollouts(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, group, answers."""
-        node, group, answers = str(message["node"]), int(message["group"]), message["answers"]
-        self._refuse_failed(node)
-        if self.done or not self.leases.is_wanted(group):
-            return {"taken": False}
+        node, group, answers = _name(message), _whole(message["group"]), message["answers"]
+        with self.lock:
+            self._refuse_failed(node)
+            if self.done or not self.leases.is_wanted(group):
+                return {"taken": False}
         try:
-            for answer in answers:
-                self._refuse_versions(group, [int(each) for each in answer["versions"]])
             samples = self._read_answers(group, answers)
+            with self.lock:  # meanwhile it may have been brought by another
+                self._refuse_failed(node)
+                if self.done or not self.leases.is_wanted(group):
+                    return {"taken": False}
+                for sample in samples:
+                    self._refuse_versions(group, sample["versions"])
+                oldest = self.leases.oldest[group]
+                self.leases.finish(group)
+                if self.unverified is None:
+                    self._arrived.append((group, samples))
+                else:
+                    self.unverified.add(Brought(group=group, node=node, oldest=oldest, samples=samples))
         except (DataError, *UNREADABLE) as error:
-            self._note_refusal(f"{node:.80}: group {group}: {error}")
-            self.leases.renew(node, set())  # its groups are free
+            with self.lock:
+                self._note_refusal(f"{node:.80}: group {group}: {error}")
+                self.leases.renew(node, set())  # its groups are free
             raise
-        oldest = self.leases.oldest[group]
-        self.leases.finish(group)
-        if self.unverified is None:
-            self._arrived.append((group, samples))
-        else:
-            self.unverified.add(Brought(group=group, node=node, oldest=oldest, samples=samples))
         return {"taken": True}
 
     def _leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self.leases.renew(str(message["node"]), set())
-        self._nodes.pop(str(message["node"]), None)
+        node = _name(message)
+        with self.lock:
+            self.leases.renew(node, set())
+            self._nodes.pop(node, None)
         return {}
 
-    def _refuse_versions(self, group: int, versions: list[int]) -> None:
+    def _refuse_versions(self, group: int, versions: np.ndarray) -> None:
         oldest = self.leases.oldest[group]
-        if versions != sorted(versions) or not versions or versions[0] < oldest or versions[-1] > self.newest:
+        if (np.diff(versions) < 0).any() or versions[0] < oldest or versions[-1] > self.newest:
             raise DataError(
-                f"versions of its tokens are {versions[:1]} to {versions[-1:]}, where {oldest} to {self.newest} can be, and "
+                f"versions of its tokens are {versions[0]} to {versions[-1]}, where {oldest} to {self.newest} can be, and "
                 "none is followed by an older one."
             )
 
@@ -243,34 +264,47 @@ class RolloutServer:
     def _give_unverified(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """message: node, holds: tickets of the groups that it verifies, room for so many more."""
         assert self.unverified is not None
-        node, room = str(message["node"]), int(message["room"])
-        known = self._validators.setdefault(node, _Node(time.monotonic()))
-        known.seen, known.told = time.monotonic(), self.done
-        self.unverified.renew(node, {int(each) for each in message["holds"]})
-        tickets = [] if self.done else self.unverified.assign(node, min(room, GROUPS_OF_A_VALIDATOR))
-        waiting = self.unverified.waiting
-        groups = [{"ticket": each, "answers": list(map(claim_of, waiting[each].samples))} for each in tickets]
-        return {
-            "groups": groups,
-            "weights": {str(each): digest for each, digest in self.weights.items()},
-            "done": self.done,
-        }
+        node, room = _name(message), _whole(message["room"])
+        holds = {_whole(each) for each in message["holds"]}
+        with self.lock:
+            known = self._validators.setdefault(node, _Node(time.monotonic()))
+            known.seen, known.told = time.monotonic(), self.done
+            self.unverified.renew(node, holds)
+            tickets = [] if self.done else self.unverified.assign(node, min(room, GROUPS_OF_A_VALIDATOR))
+            given = {ticket: self.unverified.waiting[ticket].samples for ticket in tickets}
+            weights, done = {str(each): digest for each, digest in self.weights.items()}, self.done
+        groups = [{"ticket": ticket, "answers": list(map(claim_of, samples))} for ticket, samples in given.items()]
+        return {"groups": groups, "weights": weights, "done": done}
 
     def _verdict(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """message: verdicts, each of a ticket, and why it does not pass, or ""."""
+        """message: verdicts, each of a ticket, why it does not pass, or "", and else the log_probs of each answer."""
         for each in message["verdicts"]:
-            ticket, why = int(each["ticket"]), str(each["why"])[:BYTES_OF_A_REASON]
-            if why:
-                self._write_anew(ticket, why)
-            else:
-                self._pass(ticket)
+            ticket, why = _whole(each["ticket"]), str(each["why"])[:BYTES_OF_A_REASON]
+            verified = [] if why else [np.array(of_answer, np.float64) for of_answer in each["log_probs"]]
+            with self.lock:
+                if why:
+                    self._write_anew(ticket, why)
+                else:
+                    self._pass(ticket, verified)
         return {}
 
-    def _pass(self, ticket: int) -> None:
+    def _pass(self, ticket: int, verified: list[np.ndarray]) -> None:
+        """See [Note: whose log-probabilities are learnt]."""
         assert self.unverified is not None
-        if (brought := self.unverified.passes(ticket)) is not None:
-            samples = [{name: value for name, value in each.items() if name != FINGERPRINT} for each in brought.samples]
-            self._arrived.append((brought.group, samples))
+        if ticket not in self.unverified.waiting:
+            return
+        samples = self.unverified.waiting[ticket].samples
+        if [each.shape for each in verified] != [each["ids"].shape for each in samples]:
+            raise DataError(f"log_probs of ticket {ticket} are not one number for each token of its answers")
+        if not all(np.isfinite(each).all() for each in verified):
+            raise DataError(f"log_probs of ticket {ticket} are not finite")
+        brought = self.unverified.passes(ticket)
+        assert brought is not None
+        learnt = [
+            {**{name: value for name, value in each.items() if name != FINGERPRINT}, "log_probs": np.minimum(own, 0.0)}
+            for each, own in zip(samples, verified, strict=True)
+        ]
+        self._arrived.append((brought.group, learnt))
 
     def _write_anew(self, ticket: int, why: str) -> None:
         """The group of a failed copy is free, and so are all of its worker's if this was one too many."""
@@ -288,9 +322,25 @@ class RolloutServer:
 
     def _leave_validator(self, message: Mapping[str, Any]) -> dict[str, Any]:
         assert self.unverified is not None
-        self.unverified.renew(str(message["node"]), set())
-        self._validators.pop(str(message["node"]), None)
+        node = _name(message)
+        with self.lock:
+            self.unverified.renew(node, set())
+            self._validators.pop(node, None)
         return {}
+
+
+def _name(message: Mapping[str, Any]) -> str:
+    """Of who sends it. It is printed in lines of the trainer's."""
+    name = message["node"]
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= CHARACTERS_OF_A_NAME:
+        raise DataError(f"the name of a node is printable text of 1 to {CHARACTERS_OF_A_NAME} characters.")
+    return name
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise DataError(f"{value!r:.40} is no whole number.")
+    return value
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -37,6 +37,14 @@ class _Plan:
     rejoin: bool = False
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Of a group: why it does not pass, or "", and of each answer the log-probabilities [N] by the weights of its tokens."""
+
+    why: str
+    log_probs: list[np.ndarray]
+
+
 class _Desk:
     """The first rank's side: talks with the trainer, and gets the versions of the weights that groups name."""
 
@@ -69,10 +77,13 @@ class _Desk:
         except CheckpointError as error:
             return None, str(error)
 
-    def tell(self, whys: Mapping[int, str]) -> None:
-        verdicts = [{"ticket": ticket, "why": why} for ticket, why in whys.items()]
+    def tell(self, found: Mapping[int, _Found]) -> None:
+        """One message for each group, which is as long as that of the worker that brought it, less its fingerprints."""
         with suppress(Rejoin):  # the next question is answered so again
-            self._link.ask_patiently("/verdict", {**self._said, "verdicts": verdicts})
+            for ticket, each in found.items():
+                log_probs = [] if each.why else [of_answer.tolist() for of_answer in each.log_probs]
+                verdict = {"ticket": ticket, "why": each.why, "log_probs": log_probs}
+                self._link.ask_patiently("/verdict", {**self._said, "verdicts": [verdict]})
 
     def close(self) -> None:
         with suppress(Unreachable, StepError):
@@ -106,7 +117,8 @@ def validate(
     Returns how many groups passed, on the first rank. Every rank of the mesh, which is all of this job, calls it.
     folder, build, upstreams, timeout_s, report: as of `work`. secret: of validators. groups: verified at the same time: of
     those, tokens of one version share forwards. tokens_per_microbatch: more, where a rollout is longer.
-    A group passes if all tokens of all its answers were held against the weights of their versions, and pass.
+    A group passes if all tokens of all its answers were held against the weights of their versions, and pass. The trainer
+    learns it with the log-probabilities that were computed here.
     Wire: of the first rank, HTTP with the trainer; between ranks that of `verify_rollouts`, and the groups.
     Raises: StepError for a trainer that does not answer, and one that does not know the secret.
     """
@@ -145,15 +157,15 @@ def _validate(
         assert plan is not None
         if plan.done or plan.rejoin:
             return passed, plan.done
-        whys = checker.whys(plan.groups, desk, report) if plan.groups else None
-        if whys is None:
+        found = checker.look(plan.groups, desk, report) if plan.groups else None
+        if found is None:
             time.sleep(IDLE_S)
         elif desk is not None:
-            desk.tell(whys)
-            passed += sum(not why for why in whys.values())
-            for ticket, why in whys.items():
-                if why:
-                    report(f"{desk.node}: copy {ticket} of a group does not pass: {why}")
+            desk.tell(found)
+            passed += sum(not each.why for each in found.values())
+            for ticket, each in found.items():
+                if each.why:
+                    report(f"{desk.node}: copy {ticket} of a group does not pass: {each.why}")
 
 
 class _Checker:
@@ -173,10 +185,10 @@ class _Checker:
         given = settings["bounds"]
         self._bounds = None if given is None else FingerprintBounds(**given)
 
-    def whys(
+    def look(
         self, groups: Mapping[int, Sequence[Mapping[str, Any]]], desk: _Desk | None, report: Callable[[str], object]
-    ) -> dict[int, str] | None:
-        """By ticket, why the group does not pass, or "", on the first rank. None where weights cannot be had now."""
+    ) -> dict[int, _Found] | None:
+        """What holds of each group, by ticket, on the first rank. None where weights cannot be had now."""
         mesh = self._mesh
         answers = [(ticket, number, claim) for ticket, claims in groups.items() for number, claim in enumerate(claims)]
         rollouts = [rollout_of_claim(claim) for _, _, claim in answers]
@@ -199,13 +211,15 @@ class _Checker:
             )
             for index, verdict in zip(of_version, found, strict=True):
                 verdicts[index].append(verdict)
-        whys = {index: why_not(verdicts[index], rollouts[index]) for index in mine}
-        told = mesh.host.gather(whys)
-        by_answer = {index: why for each in told or () for index, why in each.items()}
-        of_groups = dict.fromkeys(groups, "")
+        of_mine = {index: (why_not(verdicts[index], rollouts[index]), log_probs_of(verdicts[index])) for index in mine}
+        told = mesh.host.gather(of_mine)
+        by_answer = {index: each for of_rank in told or () for index, each in of_rank.items()}
+        of_groups = {ticket: _Found("", []) for ticket in groups}
         for index, (ticket, number, _) in enumerate(answers if told else ()):
-            if by_answer[index] and not of_groups[ticket]:
-                of_groups[ticket] = f"answer {number}: {by_answer[index]}"
+            why, log_probs = by_answer[index]
+            before = of_groups[ticket]
+            said = f"answer {number}: {why}" if why and not before.why else before.why
+            of_groups[ticket] = _Found(said, [*before.log_probs, log_probs])
         return of_groups
 
     def _take_weights(self, version: int, desk: _Desk | None, report: Callable[[str], object]) -> bool:
@@ -236,3 +250,9 @@ def why_not(verdicts: Sequence[Verdict], rollout: Rollout) -> str:
     for verdict in verdicts:
         checked |= verdict.checked
     return "" if checked.all() else f"version: {int((~checked).sum())} of its tokens were held against no weights"
+
+
+def log_probs_of(verdicts: Sequence[Verdict]) -> np.ndarray:
+    """[N] of a rollout that passes, each token's by the weights of its version."""
+    found: np.ndarray = np.sum([verdict.log_probs for verdict in verdicts if len(verdict.log_probs)], axis=0)
+    return found

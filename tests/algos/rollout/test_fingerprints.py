@@ -44,7 +44,15 @@ SAMPLES, TEMPERATURE = 2, 0.7
 SAMPLING = Sampling(max_new_tokens=70, temperature=TEMPERATURE, stop_ids=(4,))
 ROW = 128
 """tokens per microbatch"""
-NUMBERS = ("exponents", "mantissa_mean", "mantissa_median", "log_prob_median", "log_prob_high")
+NUMBERS = (
+    "exponents",
+    "mantissa_mean",
+    "mantissa_median",
+    "log_prob_median",
+    "log_prob_high",
+    "log_prob_most",
+    "log_prob_drift",
+)
 CHUNKED = replace(PLAIN, memory=mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss()))
 LAYOUTS = [
     (2, replace(PLAIN, mesh="dp_shard=2")),

@@ -56,10 +56,20 @@ def forged(dtype: str) -> dict[str, list[tuple[bool, set[str]]]]:
         "another's tokens, signed": signed,
         "log-probabilities of zero": [replace(each, log_probs=np.zeros(len(each.ids))) for each in honest],
         "NaN": [replace(each, log_probs=np.full(len(each.ids), np.nan)) for each in honest],
+        "of two tokens": [with_log_probs(each, slice(3, 5), -19.9) for each in honest],
+        "of one token, no number": [with_log_probs(each, slice(3, 4), -1e300) for each in honest],
+        "all a little one way": [with_log_probs(each, slice(None), -0.06) for each in honest],
     }
     return {
         name: [(each.ok, exceeded(each, dtype)) for each in verify(run, rollouts)] for name, rollouts in cases.items()
     }
+
+
+def with_log_probs(rollout: Rollout, places: slice, by: float) -> Rollout:
+    assert rollout.log_probs is not None
+    log_probs = np.array(rollout.log_probs, np.float64)
+    log_probs[places] += by
+    return replace(rollout, log_probs=log_probs)
 
 
 def of_one_token(rollout: Rollout) -> np.ndarray:
@@ -71,7 +81,8 @@ def of_one_token(rollout: Rollout) -> np.ndarray:
     return entries.view(np.uint8)
 
 
-MANTISSAS, LOG_PROBS = {"mantissa_mean", "mantissa_median"}, {"log_prob_median", "log_prob_high"}
+MANTISSAS = {"mantissa_mean", "mantissa_median"}
+LOG_PROBS = {"log_prob_median", "log_prob_high", "log_prob_most", "log_prob_drift"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,6 +97,12 @@ def test_changed_tokens_and_forged_fingerprints_are_found(dtype: str) -> None:
         assert all("exponents" in numbers and not numbers & LOG_PROBS for _, numbers in found[name])
     for name in ("another's tokens, signed", "log-probabilities of zero", "NaN"):
         assert all(numbers and numbers <= LOG_PROBS for _, numbers in found[name])
+    # Of fewer tokens than one in ten, and of all by less than rounding: the last two bounds alone find them.
+    assert all("log_prob_most" in numbers for _, numbers in found["of two tokens"])
+    assert all(numbers == {"log_prob_most"} for _, numbers in found["of one token, no number"])
+    assert all("log_prob_drift" in numbers for _, numbers in found["all a little one way"])
+    if dtype == "bfloat16":
+        assert all(numbers == {"log_prob_drift"} for _, numbers in found["all a little one way"])
 
 
 # ------------------------------------------------------------------------------------- what nobody can read

@@ -80,3 +80,37 @@ def test_a_lease_that_ends_is_given_to_another_and_may_still_be_brought_by_the_f
     assert leases.is_wanted(1) and leases.renew("a", [0, 1]) == [0]
     leases.finish(1)
     assert not leases.is_wanted(1) and leases.assign("c", 0, 9) == [2, 3]
+
+
+def test_who_takes_all_and_writes_nothing_does_not_keep_it() -> None:
+    """Others get it after the longest hold, also where the worker drops it and asks again; one that is slow may bring it."""
+    for drops in (False, True):
+        now, got = 0.0, list[int]()
+        leases = Leases(Buffer(Groups(lambda iteration: 4, 9), 1), LEASE_S, lambda: now, most=6, longest=3)  # noqa: B023
+        held = leases.assign("hoards", 0, 10**6)
+        assert held == [0, 1, 2, 3, 4, 5]  # no more than it may
+        assert leases.assign("hoards", 0, 1) == []
+        while now < 3 * LEASE_S:
+            leases.renew("hoards", [] if drops else held)
+            assert leases.assign("hoards", 0, 9) == (held if drops else [])
+            leases.renew("writes", got)
+            got += leases.assign("writes", 0, 1) if not got else []
+            assert not set(got) & set(held)
+            now += 0.5 * LEASE_S
+        now += 1
+        leases.renew("hoards", held)
+        assert leases.assign("hoards", 0, 9) == ([7] if got == [6] else [6])[: 6 - len(held) + 1]
+        assert leases.assign("writes", 0, 9)[:4] == [0, 1, 2, 3]
+        assert leases.is_wanted(5)  # whoever brings it
+
+
+def test_a_worker_that_is_alone_and_slow_gets_its_group_again() -> None:
+    now = 0.0
+    leases = Leases(Buffer(Groups(lambda iteration: 1, 9), 1), LEASE_S, lambda: now, longest=2)
+    assert leases.assign("slow", 0, 1) == [0]
+    others = []
+    for _ in range(8):
+        now += 0.5 * LEASE_S
+        others.append(leases.renew("slow", [0]))
+    assert others == [[]] * 4 + [[0]] * 2 + [[]] * 2
+    assert leases.open[0].node == "slow" and leases.is_wanted(0)

@@ -117,7 +117,7 @@ class Jobs:
         for ticket in [*holds]:
             if not wild or self.draw.random() < 0.4:
                 why = "" if holds.pop(ticket) == HONEST else "it is wrong"
-                self.ask("/verdict", node=node, verdicts=[{"ticket": ticket, "why": why}])
+                self.ask("/verdict", node=node, verdicts=[{"ticket": ticket, "why": why, "log_probs": [[-0.5]]}])
 
     def take(self, step: int) -> list[int] | None:
         for group, samples in self.server.arrived():

@@ -22,7 +22,7 @@ import transformers
 
 import meshkit as mk
 from meshkit.algos.dataflow import PROMPTED, Call, Sample
-from meshkit.algos.rollout import Rollout, Verdict, fingerprint_bytes, most_fingerprint_bytes
+from meshkit.algos.rollout import BOUNDS_16_BITS, Rollout, Verdict, fingerprint_bytes, most_fingerprint_bytes
 from meshkit.algos.shardcast import Origin, fetch
 from meshkit.algos.workers import (
     GIVES,
@@ -32,7 +32,7 @@ from meshkit.algos.workers import (
     validate,
     work,
 )
-from meshkit.algos.workers._rollouts import claim_of, rollout_of_claim
+from meshkit.algos.workers._rollouts import answer_of, claim_of, rollout_of_claim
 from meshkit.algos.workers._validator import why_not
 from meshkit.algos.workers.command import build_published
 from meshkit.errors import CheckpointError, PlanError, StepError
@@ -84,9 +84,12 @@ def rounded(model: torch.nn.Module, folder: Path) -> None:
             param.copy_((param / step).round() * step)
 
 
-def learnt_of(cheat: str | None, validator: str, folder: str) -> Any:
+def learnt_of(cheat: str | None, validator: str, folder: str, shade: float = 0.0) -> Any:
     """Of rank 0, which trains: what each step learnt, and warnings. Rank 1 is an honest worker, 2 and perhaps 3 a validator,
-    the last a worker that cheats: of these, groups that were taken, or passed, or the error."""
+    the last a worker that cheats: of these, groups that were taken, or passed, or the error.
+
+    shade: what the honest worker takes off each log-probability that it says, where bounds are those of bf16.
+    """
     ranks = {"actor": range(1), "worker": range(1, 2), "validator": range(2, 4 if validator else 3)}
     meshes = {name: mk.init_mesh(validator if name == "validator" else "", ranks=of) for name, of in ranks.items()}
     last = mk.init_mesh("", ranks=range(3, 4)) if cheat else None
@@ -103,7 +106,8 @@ def learnt_of(cheat: str | None, validator: str, folder: str) -> Any:
                 param.mul_(GROWTH)
 
     call = Call(name="learn", on="actor", function=learn, needs=(*PROMPTED, *GIVES), stage="train")
-    flow = flow_on(meshes["actor"], [call], run, Path(folder) / "published", verify=VERIFY)
+    verify = replace(VERIFY, bounds=BOUNDS_16_BITS if shade else None)
+    flow = flow_on(meshes["actor"], [call], run, Path(folder) / "published", verify=verify)
     port = [flow.port]
     dist.broadcast_object_list(port, src=0)
     if meshes["actor"].here:
@@ -130,7 +134,13 @@ def learnt_of(cheat: str | None, validator: str, folder: str) -> Any:
         run.model.register_forward_pre_hook(lambda module, args: time.sleep(0.0 if cheat else 0.2))
         return run
 
-    with patch("meshkit.algos.workers._worker.load_pretrained", load):
+    def answer(sample: Sample) -> dict[str, Any]:
+        return answer_of({**sample, "log_probs": sample["log_probs"] - shade})
+
+    with (
+        patch("meshkit.algos.workers._worker.load_pretrained", load),
+        patch("meshkit.algos.workers._worker.answer_of", answer),
+    ):
         try:
             return work(mesh, address, at, secret=SECRET, build=build, tokens=1, sequences=3 * SAMPLES, **options)
         except StepError as error:
@@ -144,6 +154,14 @@ def test_what_an_honest_worker_writes_passes_with_tokens_of_all_versions(validat
     rows = [row for step in steps for row in step]
     assert len(rows) == taken * SAMPLES == passed * SAMPLES and said == []
     assert any(len(set(row["versions"].tolist())) > 1 for row in rows)  # of one answer
+
+
+def test_the_log_probs_that_are_learnt_are_the_validators_and_not_what_a_worker_says(tmp_path: Path) -> None:
+    """It says each a little less, within bounds."""
+    (steps, said), taken, passed, _ = pool(4).run(learnt_of, None, "dp_shard=2", str(tmp_path), 0.03)
+    assert taken == passed and said == []
+    (worst,) = pool(1).run(differences, steps)
+    assert max(worst) <= TOL_FP32
 
 
 @pytest.mark.parametrize("cheat", ["scaled", "rounded"])
@@ -185,8 +203,12 @@ def verify(server: RolloutServer, room: int = 9, **changes: Any) -> Any:
     return given
 
 
-def judge(server: RolloutServer, *verdicts: tuple[Any, str], **changes: Any) -> tuple[int, Any]:
-    said = [{"ticket": ticket, "why": why} for ticket, why in verdicts]
+def judge(
+    server: RolloutServer, *verdicts: tuple[Any, str], lengths: tuple[int, ...] = (3, 7), **changes: Any
+) -> tuple[int, Any]:
+    """lengths: of the answers of a group that passes."""
+    found = [[-0.25] * length for length in lengths]
+    said = [{"ticket": ticket, "why": why, "log_probs": [] if why else found} for ticket, why in verdicts]
     return asked(server, "/verdict", {"node": "v", "verdicts": said, **changes}, secret=TRUSTED)
 
 
@@ -206,6 +228,7 @@ def test_a_group_has_arrived_when_a_validator_has_passed_it_and_a_failed_one_is_
         assert judge(server, (0, ""), (1, "answer 0: mantissa: 3 is not 0"))[0] == 200
         ((group, samples),) = server.arrived()
         assert group == 0 and len(samples) == 2 and "fingerprint" not in samples[0] and server.waiting == 1
+        assert [each["log_probs"].tolist() for each in samples] == [[-0.25] * 3, [-0.25] * 7]  # the validator's
         assert server.refusals() == ["a: group 1: answer 0: mantissa: 3 is not 0."]
         assert begin(server, "b", 1) == [1]  # one failure ends no worker, and another gets the group first
         assert bring(server, "a", 1) == (200, {"taken": True})
@@ -275,11 +298,22 @@ def test_odd_words_of_a_validator_are_refused_and_decide_nothing() -> None:
         bring(server, "a", 0)
         for path, message, match in (
             ("/verify", {"node": "v", "holds": 3, "room": 1}, "not iterable"),
-            ("/verify", {"node": "v", "holds": [], "room": "x"}, "invalid literal"),
+            ("/verify", {"node": "v", "holds": [], "room": "x"}, "'x' is no whole number"),
             ("/verify", {"holds": [], "room": 1}, "there is no 'node'"),
             ("/verdict", {"node": "v"}, "there is no 'verdicts'"),
             ("/verdict", {"node": "v", "verdicts": [{"ticket": 0}]}, "there is no 'why'"),
-            ("/verdict", {"node": "v", "verdicts": [{"ticket": "x", "why": ""}]}, "invalid literal"),
+            ("/verdict", {"node": "v", "verdicts": [{"ticket": "x", "why": ""}]}, "'x' is no whole number"),
+            ("/verdict", {"node": "v", "verdicts": [{"ticket": 0, "why": ""}]}, "there is no 'log_probs'"),
+            (
+                "/verdict",
+                {"node": "v", "verdicts": [{"ticket": 0, "why": "", "log_probs": [[-1.0] * 3]}]},
+                "are not one number for each token of its answers",
+            ),
+            (
+                "/verdict",
+                {"node": "v", "verdicts": [{"ticket": 0, "why": "", "log_probs": [[-1.0] * 3, [float("nan")] * 7]}]},
+                "are not finite",
+            ),
             ("/validator/leave", {}, "there is no 'node'"),
         ):
             status, text = asked(server, path, message, secret=TRUSTED)
@@ -423,7 +457,7 @@ def resumed(verified: bool, folder: str) -> tuple[list[int], list[int], list[int
     begin_and_bring(server)
     more = begin_and_bring(server)
     if verified:
-        judge(server, *((ticket, "") for ticket in range(4)))
+        judge(server, *((ticket, "") for ticket in range(4)), lengths=(3, 3))
     flow.step()
     kept = set(server.weights)
     state = flow.state_dict()

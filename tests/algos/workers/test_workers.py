@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.algos.dataflow import PROMPTED, Buffer, Call, Groups, Sample
-from meshkit.algos.rollout import Sampling
+from meshkit.algos.rollout import Sampling, Stopping
 from meshkit.algos.workers import (
     GIVES,
     RolloutServer,
@@ -249,17 +252,34 @@ ODD = {
     "a negative id": ({**GOOD, "ids": [-1, 5, STOP]}, "has the id -1"),
     "no end": ({**GOOD, "ids": [4, 5, 6]}, "ends before or after its end"),
     "after its end": ({**GOOD, "ids": [4, STOP, STOP]}, "ends before or after its end"),
-    "too long": ({name: [*value, value[0]] for name, value in LONG.items()}, "ends before or after its end"),
-    "nothing": ({"ids": [], "log_probs": [], "versions": []}, "can be"),
+    "too long": ({name: [*value, value[0]] for name, value in LONG.items()}, "has 8 tokens, and at most 7 were asked"),
+    "much too long": (
+        {"ids": [4] * 1000, "log_probs": ["x"] * 1000, "versions": [None] * 1000},
+        "has 1000 tokens, and at most 7 were asked for",
+    ),
+    "nothing": ({"ids": [], "log_probs": [], "versions": []}, "of 0 tokens ends before or after its end"),
     "a probability above 1": ({**GOOD, "log_probs": [-1.0, 0.1, 0.0]}, "has the log-probability 0.1"),
     "nan": ({**GOOD, "log_probs": [-1.0, float("nan"), 0.0]}, "has the log-probability nan"),
     "uneven": ({**GOOD, "log_probs": [-1.0]}, "has 3 ids, 1 log_probs and 3 versions"),
     "weights that are not out": ({**GOOD, "versions": [1, 2, 3]}, "where 1 to 2 can be"),
     "weights that are too old": ({**GOOD, "versions": [0, 1, 1]}, "where 1 to 2 can be"),
     "weights that go back": ({**GOOD, "versions": [2, 1, 2]}, "none is followed by an older one"),
-    "texts": ({**GOOD, "ids": ["a", "b", "c"]}, "invalid literal for int"),
-    "no list": (7, "not subscriptable"),
-    "other names": ({"tokens": [4]}, "there is no 'versions'"),
+    "texts": ({**GOOD, "ids": ["a", "b", "c"]}, "has the id 'a', which is no whole number"),
+    "a text": ({**GOOD, "ids": "abc"}, "has no list of ids, 3 log_probs and 3 versions"),
+    "ids with fractions": ({**GOOD, "ids": [4.9, 5, STOP]}, "has the id 4.9, which is no whole number"),
+    "truths for ids": ({**GOOD, "ids": [4, True, STOP]}, "has the id True, which is no whole number"),
+    "versions with fractions": ({**GOOD, "versions": [1, 1.9, 2]}, "has the version 1.9, which is no whole number"),
+    "truths for versions": ({**GOOD, "versions": [True, True, 2]}, "has the version True, which is no whole number"),
+    "an id of 400 digits": ({**GOOD, "ids": [10**399, 5, STOP]}, "has the id of more than 20 digits, and there are"),
+    "a version of 400 digits": (
+        {**GOOD, "versions": [10**399, 1, 1]},
+        "has the version of more than 20 digits, which there is not",
+    ),
+    "a text for a log-probability": ({**GOOD, "log_probs": ["-1", -0.5, 0.0]}, "has the log-probability '-1'"),
+    "what nobody draws": ({**GOOD, "log_probs": [-1e300, -0.5, 0.0]}, "has the log-probability -1e+300"),
+    "no list": (7, "answer 1 is a int, not an object"),
+    "none": (None, "answer 1 is a NoneType, not an object"),
+    "other names": ({"tokens": [4]}, "there is no 'ids'"),
 }
 
 
@@ -288,6 +308,93 @@ def test_what_a_worker_cannot_have_written_is_refused_and_written_by_another() -
         assert [sample["text"] for sample in samples] == [TOKENIZER.decode([4, 5]), TOKENIZER.decode([4] * 7)]
         assert server.workers() == ["a", "b"]
     finally:
+        server.close()
+
+
+SAME = {"ids": [4] * 6 + [STOP], "log_probs": [-5.0] * 7, "versions": [1] * 7}
+
+
+def test_what_is_drawn_once_does_not_come_twice() -> None:
+    sample = {"key": 1, "fields": {"prompt": "1+2="}}
+
+    def read(answers: list[dict[str, Any]], **changes: Any) -> list[Sample]:
+        sampling = replace(SAMPLING, **changes)
+        return read_answers(sample, answers, tokenizer=TOKENIZER, sampling=sampling, samples=2)
+
+    with pytest.raises(DataError, match="answers 0 and 1 are the same, of a log-probability of -35: nobody draws one"):
+        read([SAME, SAME])
+    # A probable one does, and so does what the sampling leaves no choice about.
+    for name, log_prob in (("probable", -4.0), ("greedy", -5.0), ("filtered", -5.0)):
+        again = {**SAME, "log_probs": [log_prob] * 7}
+        changes = {"greedy": {"temperature": 0.0}, "filtered": {"top_k": 1}}.get(name, {})
+        assert len(read([again, again], **changes)) == 2
+
+
+@pytest.mark.parametrize("strings", [(), ("\n\n",)])
+def test_a_long_answer_is_read_in_a_time_that_grows_as_it_does(strings: tuple[str, ...]) -> None:
+    """By what is asked of the ids and of the decoder, not by seconds."""
+
+    class Counted(list[int]):
+        read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Counted.read += len(found) if isinstance(index, slice) else 1
+            return Counted(found) if isinstance(index, slice) else found
+
+    counts = []
+    for tokens in (500, 1000):
+        sampling = Sampling(max_new_tokens=tokens, stop_ids=(STOP,), stop_strings=strings)
+        Counted.read = 0
+        assert Stopping(sampling, TOKENIZER.decode).ends_after(Counted([4] * tokens)) == (tokens, "length")
+        counts.append(Counted.read)
+    assert counts[1] < 2.2 * counts[0] and counts[1] < 1000 * 50
+
+
+@given(
+    ids=st.lists(st.integers(0, 30), max_size=20),
+    most=st.integers(1, 15),
+    stops=st.sets(st.integers(0, 30), max_size=3),
+    strings=st.sets(st.sampled_from(["1", "+2", "33", "="]), max_size=2),
+)
+@settings(deadline=None)
+def test_where_an_answer_ends_is_where_its_tokens_one_by_one_say(
+    ids: list[int], most: int, stops: set[int], strings: set[str]
+) -> None:
+    sampling = Sampling(max_new_tokens=most, stop_ids=tuple(stops), stop_strings=tuple(strings))
+    stopping = Stopping(sampling, TOKENIZER.decode)
+    reasons = ((count, stopping.reason(ids[:count])) for count in range(1, len(ids) + 1))
+    expected = next(((count, reason) for count, reason in reasons if reason), (len(ids), None))
+    assert stopping.ends_after(ids) == expected
+
+
+def test_the_server_answers_others_while_it_reads_what_a_worker_brought() -> None:
+    server = served()
+    reading, go_on = threading.Event(), threading.Event()
+    read = server._read_answers
+
+    def slowly(group: int, answers: Any) -> list[Sample]:
+        reading.set()
+        assert go_on.wait(30)
+        return read(group, answers)
+
+    server._read_answers = slowly
+    try:
+        asked(server, "/work", {"node": "a", "version": 1, "room": 2, "holds": []})
+        told: list[Any] = []
+        message = {"node": "a", "group": 0, "answers": [GOOD, LONG]}
+        thread = threading.Thread(target=lambda: told.append(asked(server, "/rollouts", message)))
+        thread.start()
+        assert reading.wait(30)
+        assert server.lock.acquire(timeout=5)  # the trainer looks
+        server.lock.release()
+        assert asked(server, "/work", {"node": "b", "version": 1, "room": 1, "holds": []})[0] == 200
+        go_on.set()
+        thread.join()
+        assert told == [(200, {"taken": True})]
+        assert [group for group, _ in server.arrived()] == [0]
+    finally:
+        go_on.set()
         server.close()
 
 
@@ -370,8 +477,14 @@ def test_who_does_not_know_the_secret_and_what_is_no_message_is_refused() -> Non
             (b"[]", "list indices"),
             (b"{}", "there is no 'life'"),
             (json.dumps({"life": server.life}).encode(), "there is no 'node'"),
-            (json.dumps({**asked_for, "version": "x"}).encode(), "invalid literal"),
-            (json.dumps({**asked_for, "room": 1e999}).encode(), "infinity"),
+            (json.dumps({**asked_for, "version": "x"}).encode(), "'x' is no whole number"),
+            (json.dumps({**asked_for, "version": True}).encode(), "True is no whole number"),
+            (json.dumps({**asked_for, "room": 1e999}).encode(), "inf is no whole number"),
+            (json.dumps({**asked_for, "holds": [1.5]}).encode(), "1.5 is no whole number"),
+            (json.dumps({**asked_for, "node": "a\nb: group 1: forged"}).encode(), "of a node is printable text of 1"),
+            (json.dumps({**asked_for, "node": ["a"]}).encode(), "of a node is printable text of 1"),
+            (json.dumps({**asked_for, "node": "a" * 201}).encode(), "of a node is printable text of 1 to 200"),
+            (json.dumps({**asked_for, "node": ""}).encode(), "of a node is printable text of 1 to 200"),
         ):
             status, text = sent(server, "/work", body)
             assert status == 400 and match in text, (body[:40], status, text)
@@ -406,6 +519,7 @@ def refusals() -> list[str]:
         {"policy": {"secret": ""}},
         {"policy": {"lease_s": 0}},
         {"policy": {"port": 65_535}},
+        {"policy": {"longest_hold": 0}},
         {"calls": [*calls, Call(name="else", on="sampler", function=print, stage="train")]},
     ):
         options = given | change
@@ -419,7 +533,14 @@ def refusals() -> list[str]:
 
 def test_a_flow_that_cannot_be_is_refused() -> None:
     (found,) = pool(1).run(refusals)
-    matches = ("Use at least 1", "by a secret, which is empty", "lease_s=0", "65535", "calls are on actor, sampler")
+    matches = (
+        "Use at least 1",
+        "by a secret, which is empty",
+        "lease_s=0",
+        "65535",
+        "longest_hold=0",
+        "calls are on actor, sampler",
+    )
     assert len(found) == len(matches)
     for text, match in zip(found, matches, strict=True):
         assert match in text and "\n" not in text, text
