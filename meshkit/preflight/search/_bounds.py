@@ -1,8 +1,8 @@
 """Lower bounds of seconds and bytes that hold for a strategy before it is resolved, of parts that were traced once.
 
 Each is a sum of terms that the forecast, or the composed estimate, has too, and leaves others away: seconds of FSDP's
-messages with pp, hops, launches and the optimizer; bytes of everything but states, what FSDP keeps of a stage, and what blocks
-keep.
+messages with pp, hops, launches and the optimizer; bytes of everything but states, what FSDP keeps of a stage, and what
+blocks keep.
 """
 
 from __future__ import annotations
