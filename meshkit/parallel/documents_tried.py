@@ -1,8 +1,8 @@
 """Documents packed into a row, tried on values: whether a model that gets `position_ids` which restart keeps them apart.
 
-A copy of the model with random parameters runs on rows of two documents, then with other tokens in the first, then in the
-second: what it returns of the other one must be the same. Of a model that is large the copy has a few of its ids and layers,
-and its experts are alike.
+A copy of the model with random parameters runs on two rows of three documents, whose ends are not at the same tokens, then
+with other tokens in the first of each, then in the second: what it returns of the others must be the same. So must it of one
+row alone. Of a model that is large the copy has a few of its ids and layers, and its experts are alike.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ Call = Callable[[nn.Module, dict[str, Tensor]], Any]
 Mixing = Literal["no", "earlier", "later"]
 """whether a token sees other documents of its row: none, those before its own, or also those after it"""
 
-_LENGTHS = (20, 28), (7, 9)  # of the two; the second where the first are too long
-_ROWS, _IDS, _FEWER = 2, 64, (16, 4)
+Lengths = tuple[tuple[int, ...], ...]
+"""of the documents of each row"""
+_LENGTHS: tuple[Lengths, ...] = (
+    ((14, 16, 18), (18, 14, 16)),
+    ((5, 6, 5), (6, 5, 5)),  # where the first are too long
+)
+_IDS, _FEWER = 64, (16, 4)
 _SMALL, _SHORT, _MOST = (
     1 << 24,
     1 << 27,
@@ -68,11 +73,12 @@ def mixes_documents(model: nn.Module, call: Call) -> Mixing | None:
     return None
 
 
-def _tried(model: nn.Module, call: Call, lengths: tuple[int, int], kinds: int, dtype: torch.dtype) -> Mixing | None:
-    generator, (first, last) = torch.Generator().manual_seed(0), lengths
+def _tried(model: nn.Module, call: Call, lengths: Lengths, kinds: int, dtype: torch.dtype) -> Mixing | None:
+    generator = torch.Generator().manual_seed(0)
     valued = random_values(model, dtype, generator, alike=True)
-    ids = torch.randint(kinds, (_ROWS, first + last), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand(_ROWS, -1)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    number = (positions == 0).cumsum(1)  # of the document that a token is in, from 1
+    ids = torch.randint(kinds, positions.shape, generator=generator)
 
     def run(given: Tensor) -> list[Tensor]:
         tensors: dict[int, Any] = {id(each): each for each in valued.parameters()}
@@ -82,25 +88,23 @@ def _tried(model: nn.Module, call: Call, lengths: tuple[int, int], kinds: int, d
             _detach(module)
         with torch.no_grad(), collect_nothing(), Undropped(), NoMessages():
             torch.default_generator.manual_seed(0)
-            output = call(copy, {"input_ids": given.clone(), "position_ids": positions.clone()})
+            batch = {"input_ids": given.clone(), "position_ids": positions[: len(given)].clone()}
+            output = call(copy, batch)
         leaves = _torch.tree_leaves(getattr(output, "logits", output))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape[:2] == given.shape]
 
-    both, again = run(ids), run(ids)
-    one, other = run(_changed(ids, slice(first), kinds)), run(_changed(ids, slice(first, None), kinds))
-    if not both or not all(map(torch.equal, both, again)) or not all(map(_is_finite, (*both, *one, *other))):
+    all_rows = run(ids)
+    if not all_rows or not all(map(torch.equal, all_rows, run(ids))):
         return None
-    if _are_close(both, one, slice(first)) or _are_close(both, other, slice(first, None)):
-        return None  # it looks at none of this
-    if not _are_close(both, other, slice(first)):
-        return "later"
-    return "no" if _are_close(both, one, slice(first, None)) else "earlier"
-
-
-def _changed(ids: Tensor, part: slice, kinds: int) -> Tensor:
-    changed = ids.clone()
-    changed[:, part] = (ids[:, part] + 1) % kinds
-    return changed
+    found = set[Mixing]()
+    for rows, before, changed in ((2, all_rows, 1), (2, all_rows, 2), (1, run(ids[:1]), 2)):
+        of = number[:rows]
+        after = run(torch.where(of == changed, (ids[:rows] + 1) % kinds, ids[:rows]))
+        if not all(map(_is_finite, (*before, *after))) or _are_close(before, after, of == changed):
+            return None  # it looks at none of this
+        found |= {"later"} if not _are_close(before, after, of < changed) else set()
+        found |= {"earlier"} if not _are_close(before, after, of > changed) else set()
+    return "later" if "later" in found else "earlier" if found else "no"
 
 
 def _ids_of(model: nn.Module) -> list[int]:
@@ -118,9 +122,10 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _are_close(every: list[Tensor], others: list[Tensor], part: slice) -> bool:
-    return all(
-        float((one - other)[:, part].abs().max()) <= _TOLERANCE * max(1.0, float(one.abs().max()))
+def _are_close(every: list[Tensor], others: list[Tensor], tokens: Tensor) -> bool:
+    """tokens: bool [B, T], of those that are compared."""
+    return not tokens.any() or all(
+        float((one - other)[tokens].abs().max()) <= _TOLERANCE * max(1.0, float(one.abs().max()))
         for one, other in zip(every, others, strict=True)
     )
 

@@ -34,7 +34,7 @@ def test_every_law_holds_and_streams_wait_for_each_other(cell: Cell, tmp_path: P
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_planted_mistake_is_found(mistake: Mistake, tmp_path: Path) -> None:
     # Work is delayed at random: what a mistake breaks need not show in the first run.
-    runs = (run(mistake.cell.spec.world_size, mistaken, mistake, str(tmp_path / str(number))) for number in range(3))
+    runs = (run(mistake.cell.spec.world_size, mistaken, mistake, str(tmp_path / str(number))) for number in range(8))
     assert any(broken or races for told in runs for broken, races in told)
 
 

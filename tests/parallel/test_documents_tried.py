@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,46 @@ class TwoTables(nn.Module):
 def test_a_table_of_kinds_is_not_that_of_words() -> None:
     """With ids of its one row the trial would see nothing."""
     assert mixes_documents(TwoTables(), call) == "earlier"
+
+
+class Sees(nn.Module):
+    """One layer of attention over what `sees` says, of [B, T] positions."""
+
+    def __init__(self, sees: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.sees = sees
+        self.words, self.mixed = nn.Embedding(50, 8), nn.Linear(8, 24)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = self.mixed(self.words(input_ids)).chunk(3, dim=-1)
+        seen = self.sees(position_ids).expand(len(q), -1, -1).tril()
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out
+
+
+def alike(documents: Tensor) -> Tensor:
+    return documents[:, :, None] == documents[:, None, :]
+
+
+def numbers(positions: Tensor) -> Tensor:
+    return (positions == 0).cumsum(1)
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ends of the first row for all": lambda positions: alike(numbers(positions[:1])),
+    "one end in a row": lambda positions: alike(numbers(positions).clamp(max=2)),
+    "the last end of a row": lambda positions: alike((numbers(positions) == numbers(positions)[:, -1:]).long()),
+    "apart in batches of several rows": lambda positions: alike(numbers(positions) * (len(positions) > 1)),
+}
+
+
+def test_what_keeps_documents_apart_is_not_mixing() -> None:
+    assert mixes_documents(Sees(lambda positions: alike(numbers(positions))), call) == "no"
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mixing_that_shows_in_some_rows_alone(name: str) -> None:
+    assert mixes_documents(Sees(MASKS[name]), call) == "earlier"
 
 
 # ------------------------------------------------------------------------------------------------------- runs

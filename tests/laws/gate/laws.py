@@ -34,6 +34,7 @@ from tests.laws.parity.test_bytes import Noting, by_ranks
 ROWS, STEPS, MAX_NORM, LR = 5, 3, 0.5, 1e-2
 TOL_FP64 = 1e-10  # only the order of summation differs
 TOL_FP32 = 1e-5  # relative to values of order 1
+FP32_RATIO = 2  # of the error of one device in fp32
 TOL_THEIRS = 1e-6  # transformers computes its norms in fp32 whatever the dtype of the model
 # Relative, of the loss before the first update, and of all gradients that are rounded to so many bits. Gradients at rounded
 # parameters are bounded for int8 alone, since a softmax turns with few bits. What all of them are exactly, to 1e-10,
@@ -333,8 +334,15 @@ def _gradients(cell: Cell, run: mk.Run, expected: Alone, exact: Alone) -> dict[s
     if cell.precision == "bf16" and not total <= BF16_RATIO * allowed:
         return {"parity of gradients": f"{total / allowed:.2f} of the error of one bf16 device"}
     worst = max(errors, key=errors.__getitem__, default=None)
-    largest = max(1.0, max(float(grad.abs().max()) for grad in expected.gradients.values()))
-    if worst is not None and not errors[worst] <= _tolerance(cell) * (largest if cell.precision == "fp32" else 1):
+    tolerance = _tolerance(cell)
+    if cell.precision == "fp32":
+        largest = max(1.0, max(float(grad.abs().max()) for grad in expected.gradients.values()))
+        # What one device rounds in fp32 may be more, as through the exponentials of a recurrent mixer.
+        rounded = max(
+            float((grad.double() - exact.gradients[name]).abs().max()) for name, grad in expected.gradients.items()
+        )
+        tolerance = max(tolerance * largest, FP32_RATIO * rounded)
+    if worst is not None and not errors[worst] <= tolerance:
         return {"parity of gradients": f"{worst} differs by {errors[worst]:.3g}"}
     return {}
 
