@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
+from math import prod
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ SHAPES = {"cpu": ((32, 256, 2048), (64, 256, 1024)), "cuda": ((512, 2048, 8192),
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
 # Of tensors whose kernels are bound by the memory.
 ELEMENTS = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 27)}
+COLD_BYTES, MOST_OPERANDS = 1 << 26, 64  # of the operands that take turns
 MESSAGES = tuple(1 << power for power in (8, 12, 15, 18, 20, 22, 24))  # bytes
 
 
@@ -116,12 +118,18 @@ def measure(
     )
 
 
+def _in_turn(bench: Bench, dtype: torch.dtype, *sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Other operands of these sizes each time, as a step has them: those of the last call still lie in a cache."""
+    count = min(MOST_OPERANDS, -(-COLD_BYTES // (sum(map(prod, sizes)) * dtype.itemsize)))
+    return cycle([tuple(torch.randn(size, dtype=dtype, device=bench.device) for size in sizes) for _ in range(count)])
+
+
 def _products(bench: Bench, dtype: torch.dtype) -> KernelCurve:
     rows, features = SHAPES[bench.device.type]
     points = []
     for m, n, k in product(rows, features, features):
-        one, other = (torch.randn(size, dtype=dtype, device=bench.device) for size in ((m, k), (k, n)))
-        points.append((float(m), float(n), float(k), bench.seconds(lambda one=one, other=other: one @ other)))  # type: ignore[misc]
+        operands = _in_turn(bench, dtype, (m, k), (k, n))
+        points.append((float(m), float(n), float(k), bench.seconds(lambda of=operands: torch.mm(*next(of)))))  # type: ignore[misc]
     return KernelCurve(dtype=str(dtype).removeprefix("torch."), points=tuple(points))
 
 
@@ -146,12 +154,11 @@ def _memory(bench: Bench, dtype: torch.dtype) -> tuple[tuple[float, float], ...]
     """
     curve = []
     for elements in ELEMENTS[bench.device.type]:
-        one, other = (torch.randn(elements, dtype=dtype, device=bench.device) for _ in range(2))
-        size = one.numel() * one.element_size()
+        operands, size = _in_turn(bench, dtype, (elements,), (elements,)), elements * dtype.itemsize
         runs: Sequence[tuple[Callable[[], Tensor], int]] = (
-            (lambda one=one, other=other: one + other, 3),  # type: ignore[misc]
-            (lambda one=one: one.clone(), 2),  # type: ignore[misc]
-            (lambda one=one: F.silu(one), 2),  # type: ignore[misc]
+            (lambda of=operands: torch.add(*next(of)), 3),  # type: ignore[misc]
+            (lambda of=operands: next(of)[0].clone(), 2),  # type: ignore[misc]
+            (lambda of=operands: F.silu(next(of)[0]), 2),  # type: ignore[misc]
         )
         rate = statistics.harmonic_mean([tensors * size / bench.seconds(run) for run, tensors in runs])
         curve.append((2.0 * size, 2.0 * size / rate))
