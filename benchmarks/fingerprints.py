@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,7 @@ from meshkit.algos.rollout import (
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "fingerprints.jsonl"
-NUMBERS = (
-    "exponents",
-    "mantissa_mean",
-    "mantissa_median",
-    "log_prob_median",
-    "log_prob_high",
-    "log_prob_most",
-    "log_prob_drift",
-)
+NUMBERS = tuple(each.name for each in fields(FingerprintBounds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,8 @@ def kernel_s(device: Device, op: Op) -> float:
     if curve is not None:
         return max(memory_s, op.work / _measured_flops_per_s(curve, op))
     share = efficiency.matmul
-    tokens = (
-        "depth" if op.phase == "weight" else "rows"
-    )  # which may be any number: they are no dim that lies in memory last
+    # Tokens may be any number: they are no dim that lies in memory last.
+    tokens = "depth" if op.phase == "weight" else "rows"
     for name, half in (
         ("rows", efficiency.half_features),
         ("columns", efficiency.half_features),

@@ -80,7 +80,7 @@ def _flash_or(attend: Any) -> Any:
         # What torch's flash kernel takes: 16 bits, no mask tensor, one size of heads. Values of another size, as DeepSeek's,
         # go to its memory-efficient kernel, also in fp32, but not grouped heads; for the rest torch takes other kernels.
         # They save q, k, v, the output and the log-sum-exp of each row and head in fp32: Dao 2023, section 3.1.
-        plain = not args and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
+        plain = not args and query.ndim == 4 and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
         if not plain or being_read() or _has_values(query):
             return attend(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
         is_causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from io import BytesIO
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from meshkit.algos.rollout import (
     BOUNDS_16_BITS,
     BOUNDS_WIDE,
     CachePolicy,
+    FingerprintBounds,
     Generation,
     KeptCache,
     Rollout,
@@ -44,15 +45,7 @@ SAMPLES, TEMPERATURE = 2, 0.7
 SAMPLING = Sampling(max_new_tokens=70, temperature=TEMPERATURE, stop_ids=(4,))
 ROW = 128
 """tokens per microbatch"""
-NUMBERS = (
-    "exponents",
-    "mantissa_mean",
-    "mantissa_median",
-    "log_prob_median",
-    "log_prob_high",
-    "log_prob_most",
-    "log_prob_drift",
-)
+NUMBERS = tuple(each.name for each in fields(FingerprintBounds))
 CHUNKED = replace(PLAIN, memory=mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss()))
 LAYOUTS = [
     (2, replace(PLAIN, mesh="dp_shard=2")),

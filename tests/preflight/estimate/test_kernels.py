@@ -44,3 +44,11 @@ def test_heads_whose_values_have_another_size_write_no_scores(dtype: torch.dtype
     assert out.shape == v.shape and out.dtype == dtype
     assert all(each.grad is not None and each.grad.shape == each.shape for each in (q, k, v))
     assert largest == q.numel() < 2 * 4 * 512 * 512
+
+
+def test_rows_without_heads_are_attended_as_torch_does() -> None:
+    """No fused kernel of torch's takes three dims."""
+    with FakeTensorMode(), cuda_kernels(attention=True):
+        for width in (24, 16):
+            q, v = (torch.empty(2, 32, size, dtype=torch.bfloat16) for size in (24, width))
+            assert F.scaled_dot_product_attention(q, q, v, is_causal=True).shape == v.shape
