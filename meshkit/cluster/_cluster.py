@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from meshkit.cluster._device import Device
 from meshkit.cluster._toml import read_table, table_of, toml_text
+from meshkit.cluster._unlike import Unlike
 from meshkit.errors import ClusterError
 
 Per = Literal["rank", "group"]
@@ -132,7 +134,8 @@ class Cluster:
     """Devices and links. Frozen, printable, and the same in a file: `Cluster.read("h100")`, `Cluster.read("mine.toml")`.
 
     tiers: innermost first; each holds whole numbers of the one before, and the last holds all ranks. level: where the numbers
-    are from, a datasheet, `measure-cluster`, or the trace of a run. source: of a datasheet, what it quotes.
+    are from, a datasheet, `measure-cluster`, or the trace of a run. source: of a datasheet, what it quotes. unlike: blocks of
+    ranks that are slower than `device`, or further from one another than the tiers say, which are the best there are.
     Raises: ClusterError for what no machine could be.
     """
 
@@ -145,6 +148,7 @@ class Cluster:
     faults: Faults = field(default_factory=Faults)
     level: Level = "datasheet"
     source: str = ""
+    unlike: Unlike | None = None
 
     def __post_init__(self) -> None:
         if not self.tiers:
@@ -167,11 +171,37 @@ class Cluster:
                 raise ClusterError(
                     f"collective {measured.op}: there is no tier {measured.tier!r}, only {', '.join(names)}."
                 )
+        if self.unlike is not None:
+            self._refuse_unlike(self.unlike)
+
+    def _refuse_unlike(self, unlike: Unlike) -> None:
+        if unlike.ranks != self.ranks:
+            raise ClusterError(
+                f"cluster {self.name!r}: unlike has {unlike.blocks} blocks of {unlike.each}, which are {unlike.ranks} ranks, but "
+                f"the last tier holds {self.ranks}. Give every block."
+            )
+        sizes = [1, *(tier.ranks for tier in self.tiers)]
+        if unlike.each not in sizes:
+            raise ClusterError(
+                f"cluster {self.name!r}: unlike.each={unlike.each} ranks are no tier's. Blocks are of {sizes[:-1]} ranks."
+            )
+        outer = [tier for tier in self.tiers if tier.ranks > unlike.each]
+        fastest, nearest = max(tier.bytes_per_s for tier in outer), min(tier.latency_s for tier in outer)
+        for link in map(unlike.link, combinations(range(unlike.blocks), 2)):
+            if link is not None and (link.bytes_per_s > fastest or link.latency_s < nearest):
+                raise ClusterError(
+                    f"cluster {self.name!r}: unlike has a link of {link.bytes_per_s:g} bytes/s and {link.latency_s:g} s, but "
+                    f"the tiers' best is {fastest:g} and {nearest:g}. Give a tier the best link there is."
+                )
 
     @property
     def ranks(self) -> int:
         """The most that it holds."""
         return self.tiers[-1].ranks
+
+    def slowed(self, speed: float) -> Cluster:
+        """With devices that compute at so much of their speed."""
+        return self if speed == 1 else replace(self, device=self.device.slowed(speed))
 
     @property
     def crowding(self) -> float:

@@ -16,11 +16,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, log2
 
 from meshkit.cluster._cluster import OPS, Cluster, Measured
-from meshkit.cluster._place import Place, place_of_pair
+from meshkit.cluster._place import Place, place_of_pairs, place_of_stages
+from meshkit.cluster._unlike import Link
 from meshkit.errors import ClusterError
+from meshkit.mesh import MeshSpec
+
+MUTUAL = ("all_to_all", "broadcast")  # between any two ranks of a group; the others go around a ring
 
 
 def collective_s(cluster: Cluster, op: str, size: float, place: Place) -> float:
@@ -33,15 +38,17 @@ def collective_s(cluster: Cluster, op: str, size: float, place: Place) -> float:
         raise ClusterError(f"collective {op!r} has no price. The ops are {', '.join(OPS)}.")
     if place.ranks == 1 or size <= 0:
         return 0.0
+    if (link := place.mutual if op in MUTUAL else place.ring) is not None:
+        return _modelled_s(*_over(cluster, place, link), op, size)
     curve = _curve(cluster, op, place)
     if curve is None:
-        return _modelled_s(cluster, op, size, place)
+        return _modelled_s(cluster, place, op, size)
     seconds = _interpolated(curve.points, size)
     if curve.ranks == place.ranks:
         return seconds
     # Of other numbers of ranks the nearest curve is taken, and scaled as the model is. Its ranks were next to one another.
     there = Place(curve.ranks, tuple(min(tier.ranks, curve.ranks) for tier in cluster.tiers))
-    return seconds * _modelled_s(cluster, op, size, place) / _modelled_s(cluster, op, size, there)
+    return seconds * _modelled_s(cluster, place, op, size) / _modelled_s(cluster, there, op, size)
 
 
 def hierarchical_s(
@@ -63,8 +70,13 @@ def hierarchical_s(
 
 
 def hop_s(cluster: Cluster, size: float, one: int, other: int) -> float:
-    """Seconds of a message from one rank to another, while all others of its node send too, as between pipeline stages."""
-    return collective_s(cluster, "send", size, place_of_pair(cluster, one, other))
+    """Seconds of a message from one rank of the cluster to another, while all others of its node send too."""
+    return collective_s(cluster, "send", size, place_of_pairs(cluster, [(one, other)]))
+
+
+def stage_hop_s(cluster: Cluster, spec: MeshSpec, size: float, one: int, other: int) -> float:
+    """Seconds of the messages from one rank of pp to another, which all its ranks send at once."""
+    return collective_s(cluster, "send", size, place_of_stages(cluster, spec, one, other))
 
 
 def ring_bytes_per_s(cluster: Cluster, place: Place) -> float:
@@ -94,7 +106,24 @@ def _hops_s(cluster: Cluster, place: Place) -> tuple[float, float]:
     return ring, tree
 
 
-def _modelled_s(cluster: Cluster, op: str, size: float, place: Place) -> float:
+def _over(cluster: Cluster, place: Place, link: Link) -> tuple[Cluster, Place]:
+    """The tiers inside of a block, and around them one of the link that is waited for; the place on these."""
+    assert cluster.unlike is not None
+    inner = [tier for tier in cluster.tiers if tier.ranks <= cluster.unlike.each and cluster.unlike.each > 1]
+    outer = replace(
+        cluster.tiers[len(inner)],
+        ranks=cluster.ranks,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.latency_s,
+        oversubscribed=1.0,
+    )
+    return (
+        replace(cluster, tiers=(*inner, outer), collectives=(), unlike=None),
+        Place(place.ranks, (*place.inside[: len(inner)], place.ranks)),
+    )
+
+
+def _modelled_s(cluster: Cluster, place: Place, op: str, size: float) -> float:
     n = place.ranks
     ring_s, tree_s = _hops_s(cluster, place)
     if op == "all_to_all":

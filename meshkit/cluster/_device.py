@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from meshkit.core.frozen_mapping import FrozenMapping
@@ -57,6 +57,9 @@ class KernelCurve:
             raise ClusterError(
                 f"curve of {self.dtype}: points={self.points!r}: give [rows, columns, depth, seconds] of each, all above 0."
             )
+
+    def slowed(self, speed: float) -> KernelCurve:
+        return replace(self, points=tuple((*point[:3], point[3] / speed) for point in self.points))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,19 @@ class Device:
     def watts(self) -> float:
         """While it computes, at its fastest clock; 0 where no `power` is given."""
         return min(self.power, key=lambda point: point.slowdown).watts if self.power else 0.0
+
+    def slowed(self, speed: float) -> Device:
+        """The same at so much of its speed, in all that it computes."""
+        if speed == 1:
+            return self
+        return replace(
+            self,
+            memory_bytes_per_s=self.memory_bytes_per_s * speed,
+            flops_per_s={dtype: peak * speed for dtype, peak in self.flops_per_s.items()},
+            launch_s=self.launch_s / speed,
+            curves=tuple(curve.slowed(speed) for curve in self.curves),
+            memory_curve=tuple((size, seconds / speed) for size, seconds in self.memory_curve),
+        )
 
     def joules(self, step_s: float, busy_s: float) -> float:
         """Of step_s seconds, in busy_s of which it computes."""

@@ -72,6 +72,8 @@ def _record(kind: Any, table: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # of a record and None, which a file says by leaving it out
+        hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _record(hint, value, where)

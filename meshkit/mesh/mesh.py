@@ -223,7 +223,7 @@ def init_mesh(
     ranks: Sequence[int] | None = None,
     device_type: str | None = None,
     timeout: timedelta | None = None,
-    **sizes: int,
+    **sizes: Any,
 ) -> Mesh:
     """Build a mesh of this world: `init_mesh("dp_shard=-1 tp=2")` or `init_mesh(dp_shard=-1, tp=2)`.
 
@@ -231,6 +231,7 @@ def init_mesh(
     world of one rank when not launched by torchrun. `device_type` defaults to the accelerator, else the CPU.
     ranks: the part of the world that the mesh is on, for example `range(4, 8)`; None is all of it. Meshes may overlap. Models
     on meshes that do not overlap train at the same time. On ranks outside, `mesh.here` is False.
+    A spec's placement is of the whole world, and for the call that starts it.
     timeout: how long any collective of any axis may take, after which a waiting rank raises. Default: 10 minutes for a new
     world; the world's own for one that was started before.
     Collective: every rank of the world must call it with the same arguments, ranks outside of `ranks` too.
@@ -239,7 +240,7 @@ def init_mesh(
 
     Raises: MeshError when the axes do not fit the world or the part; on every rank when ranks ask for different meshes.
     """
-    for name in sizes.keys() - {*AXIS_NAMES}:
+    for name in sizes.keys() - {*AXIS_NAMES, "placement"}:
         raise MeshError(f"init_mesh({name}={sizes[name]!r}): {no_axis(name, 'device_type', 'ranks', 'timeout')}")
     if sizes and spec:
         raise MeshError(f"init_mesh got both {spec!r} and {sizes}: give the mesh once.")
@@ -250,7 +251,7 @@ def init_mesh(
     )
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
-        start_world(device_type, timeout or timedelta(minutes=10))
+        start_world(device_type, timeout or timedelta(minutes=10), placement=wanted.placement)
     elif timeout is not None and ranks is None:
         _torch.set_timeout(_torch.world(), timeout)
     world = dist.get_world_size()
@@ -258,6 +259,7 @@ def init_mesh(
     # In this order: a rank that refused its own arguments first would leave the others in the gather.
     if world > 1 and not _torch.is_fake_group(_torch.world()):
         _refuse_different_calls(wanted, ranks)
+        _refuse_another_placement(wanted)
     if ranks is not None:
         _refuse_ranks(part, world)
     resolved = wanted.resolve(len(part), part=ranks is not None)
@@ -276,6 +278,11 @@ def change_axes(mesh: Mesh, spec: MeshSpec) -> Mesh:
     Raises: MeshError when the axes do not fit the ranks.
     """
     mesh.require_here("change_axes")
+    if spec.placement not in ((), mesh.spec.placement):
+        raise MeshError(
+            f"change_axes({_short(spec)}): the ranks sit where they were started, {_short(mesh.spec)}. Save, and start anew."
+        )
+    spec = dataclasses.replace(spec, placement=mesh.spec.placement)
     resolved = spec.resolve(len(mesh.ranks), part=len(mesh.ranks) < dist.get_world_size())
     if resolved == mesh.spec:
         return mesh
@@ -298,7 +305,7 @@ def replica_mesh(mesh: Mesh) -> Mesh:
     if mesh.spec.dp_replicate == 1:
         return mesh
     assert mesh.members is not None
-    spec = dataclasses.replace(mesh.spec, dp_replicate=1)
+    spec = dataclasses.replace(mesh.spec, dp_replicate=1, placement=())
     groups = mesh.members.of_part(spec, group_axes(mesh.spec, "pp", "dp_shard", "cp", "tp"))
     replica = _mesh_of(spec, groups.ranks, groups, mesh.device_type)
     use_once(replica.groups, replica.device)
@@ -348,6 +355,19 @@ def _refuse_different_calls(spec: MeshSpec, ranks: Sequence[int] | None) -> None
             )
 
 
+def _refuse_another_placement(spec: MeshSpec) -> None:
+    """Raises: MeshError on all ranks where the world was started with its ranks in another order."""
+    if not spec.placement:
+        return
+    seats = [0] * dist.get_world_size()
+    dist.all_gather_object(seats, int(os.environ.get("RANK", "0")))
+    if len(spec.placement) == len(seats) and tuple(seats) != spec.placement:
+        raise MeshError(
+            f"init_mesh({_short(spec)}): the ranks of this world are {'-'.join(map(str, seats))} of the launcher's. Give the "
+            "placement to the first init_mesh, which starts the world."
+        )
+
+
 def _refuse_ranks(ranks: Sequence[int], world: int) -> None:
     if not ranks or any(after <= before for before, after in pairwise(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
         raise MeshError(
@@ -357,7 +377,7 @@ def _refuse_ranks(ranks: Sequence[int], world: int) -> None:
 
 
 def _short(spec: MeshSpec) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(spec).items() if size != 1) or "tp=1"
+    return spec.text or "tp=1"
 
 
 def _combine(view: DeviceMesh, axes: tuple[str, ...], groups: MeshGroups | None) -> DeviceMesh:

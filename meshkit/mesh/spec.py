@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -37,6 +38,8 @@ class MeshSpec:
 
     `MeshSpec(dp_shard=-1, tp=2).resolve(8)` has dp_shard=4. dp_intra: of the ranks of dp_shard, those inside of a node, for
     what is sharded inside of nodes alone; "dp_shard=4x8" is dp_shard=32 dp_intra=8. 1 tells no nodes apart.
+    placement: which of the launcher's ranks is each rank of the mesh, as (0, 2, 1, 3), "placement=0-2-1-3" in a text; (), as
+    they come. For links or devices that are unlike; it keeps the ranks of a node together. `meshkit.place` finds one.
     """
 
     pp: int = 1
@@ -47,9 +50,15 @@ class MeshSpec:
     ep: int = 1
     etp: int = 1
     dp_intra: int = 1
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for axis, size in vars(self).items():
+        object.__setattr__(self, "placement", tuple(self.placement))
+        if any(type(rank) is not int for rank in self.placement):
+            raise MeshError(
+                f"mesh placement={self.placement!r}: a rank for each rank of the mesh, for example (0, 2, 1, 3)."
+            )
+        for axis, size in self.sizes(AXIS_NAMES).items():
             if axis in ("ep", "etp", "dp_intra") and size == -1:
                 raise MeshError(f"mesh {axis}=-1: only {', '.join(DENSE_AXES)} can be -1. Give {axis} a size.")
             # True is an int in Python, and would be a size of 1.
@@ -69,10 +78,14 @@ class MeshSpec:
         `"dp_shard=4x8"`: 4 nodes of 8 ranks; `"dp_shard=-1x8"`: as many nodes as there are.
         """
         sizes: dict[str, int] = {}
+        placement: tuple[int, ...] = ()
         for word in text.replace(",", " ").split():
             axis, equals, value = word.partition("=")
             if not equals:
                 raise MeshError(f'mesh "{text}": {word!r} is not axis=size. Write, for example, "dp_shard=2 tp=2".')
+            if axis == "placement":
+                placement = _ranks_of(value, text)
+                continue
             if axis not in AXIS_NAMES:
                 raise MeshError(f'mesh "{text}": {no_axis(axis)}')
             if axis in sizes:
@@ -88,7 +101,13 @@ class MeshSpec:
                 raise MeshError(f'mesh "{text}": the size of {axis!r} is {value!r}, not a whole number.') from None
             if nested and sizes[axis] != -1:
                 sizes[axis] *= sizes["dp_intra"]
-        return MeshSpec(**sizes)
+        return MeshSpec(**sizes, placement=placement)
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads: "pp=2 tp=2", without axes of size 1; of one rank it is empty."""
+        words = [f"{axis}={size}" for axis, size in self.sizes(AXIS_NAMES).items() if size != 1]
+        return " ".join(words + [f"placement={'-'.join(map(str, self.placement))}"] * bool(self.placement))
 
     @property
     def world_size(self) -> int:
@@ -113,6 +132,13 @@ class MeshSpec:
     @property
     def edp_intra(self) -> int:
         return self.edp // self.edp_inter
+
+    def fits(self, other: MeshSpec) -> bool:
+        """Whether `other`, without an axis of -1, is a mesh that this spec asks for. One without a placement takes any."""
+        sizes = self.sizes(AXIS_NAMES).items()
+        return self.placement in ((), other.placement) and all(
+            size in (-1, getattr(other, axis)) for axis, size in sizes
+        )
 
     def sizes(self, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in axes}
@@ -143,7 +169,13 @@ class MeshSpec:
                 "on a part of them by init_mesh(ranks=...), or give one axis the size -1 to take all that are left, for "
                 "example dp_shard=-1."
             )
-        spec = dataclasses.replace(self, **{free[0]: world_size // fixed}) if free else self
+        if self.placement and sorted(self.placement) != list(range(world_size)):
+            raise MeshError(
+                f"mesh placement={'-'.join(map(str, self.placement))}: name each of the ranks 0 to {world_size - 1} once, in "
+                "the order of the mesh."
+            )
+        left: dict[str, Any] = dict.fromkeys(free, world_size // fixed)
+        spec = dataclasses.replace(self, **left) if free else self
         # ep and etp are made of the ranks that share one copy of the dense parameters: dp_replicate copies the experts too.
         fold, experts = spec.dp_shard * spec.cp * spec.tp, spec.ep * spec.etp
         if fold % experts:
@@ -216,7 +248,16 @@ def axes_of(name: str) -> tuple[str, ...]:
     return (axis, *(axes_of(name[len(axis) + 1 :]) if name != axis else ()))
 
 
-AXIS_NAMES = tuple(field.name for field in dataclasses.fields(MeshSpec))
+AXIS_NAMES = tuple(field.name for field in dataclasses.fields(MeshSpec) if field.name != "placement")
+
+
+def _ranks_of(value: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split("-")))
+    except ValueError:
+        raise MeshError(
+            f'mesh "{text}": the placement is {value!r}. Write ranks, for example placement=0-2-1-3.'
+        ) from None
 
 
 def no_axis(name: str, *others: str) -> str:

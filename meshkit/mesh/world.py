@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,10 +25,11 @@ POLL_S = 0.005
 SHOWN = 8  # ranks in an error
 
 
-def start_world(device_type: str, timeout: timedelta) -> None:
+def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int] = ()) -> None:
     """Start the default process group: of the launcher's ranks, or of this process alone where there is no launcher.
 
-    Raises: MeshError naming the ranks that have not come within the timeout.
+    placement: which of the launcher's ranks each rank is; (), the same.
+    Raises: MeshError naming the ranks that have not come within the timeout, and for a placement that parts a node's ranks.
     """
     adopt_slurm()
     # Of a device its own alone: gloo beside it would connect each rank with each other one. See `mesh.host`.
@@ -39,9 +40,26 @@ def start_world(device_type: str, timeout: timedelta) -> None:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         start = agree_on_start(store, rank, size, timeout)
         store = dist.PrefixStore(f"meshkit/{start}", store)  # type: ignore[attr-defined]
+        rank = _placed(rank, size, placement)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _placed(rank: int, size: int, placement: Sequence[int]) -> int:
+    """The rank of the world that the launcher's rank is. Raises: MeshError, on all ranks."""
+    if not placement:
+        return rank
+    named, node = "-".join(map(str, placement)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if sorted(placement) != list(range(size)):
+        raise MeshError(f"placement {named}: it names each of the {size} ranks, 0 to {size - 1}, once.")
+    for first in range(0, size, node):
+        if len(nodes := {each // node for each in placement[first : first + node]}) > 1:
+            raise MeshError(
+                f"placement {named}: ranks {first} to {first + node - 1} would be on nodes {sorted(nodes)}, of {node} ranks each. "
+                "A placement keeps the ranks of a node together, in any order."
+            )
+    return list(placement).index(rank)
 
 
 def agree_on_start(store: Any, rank: int, size: int, timeout: timedelta, *, place: str = "meshkit/meeting") -> str:

@@ -26,9 +26,7 @@ from meshkit.strategy import Fp8, MemoryPolicy, Strategy
 
 def refuse_other_mesh(strategy: Strategy, spec: MeshSpec) -> None:
     wanted = strategy.mesh  # an axis of -1 fits any size, as in `init_mesh`
-    if isinstance(wanted, MeshSpec) and any(
-        size not in (-1, getattr(spec, axis)) for axis, size in vars(wanted).items()
-    ):
+    if isinstance(wanted, MeshSpec) and not wanted.fits(spec):
         raise PlanError(
             f"the strategy is for the mesh {_short(wanted)}, but this one is {_short(spec)}. Use "
             "init_mesh(strategy.mesh), or a strategy without mesh."
@@ -168,7 +166,7 @@ def refuse_writes_of_state(resolved: Resolved) -> None:
 
 
 def _short(spec: MeshSpec) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "of one rank"
+    return spec.text or "of one rank"
 
 
 def refuse_meta(program: Program) -> None:

@@ -44,7 +44,7 @@ def _written(value: Any, where: str) -> Any:
         table = to_table(value)
         return table["kind"] if set(table) == {"kind"} else table
     if isinstance(value, MeshSpec):  # one text, as on a command line
-        return " ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(value).items() if size != 1)
+        return value.text
     if isinstance(value, bool | int | float | str):
         return value  # None needs nothing: TOML has no null, but every None here is a default
     if isinstance(value, torch.dtype):

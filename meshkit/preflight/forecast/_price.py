@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, log, sqrt
 
-from meshkit.cluster import Cluster, Op, collective_s, hierarchical_s, kernel_s, place_of
-from meshkit.cluster import hop_s as cluster_hop_s
+from meshkit.cluster import Cluster, Op, collective_s, hierarchical_s, kernel_s, place_of, speed_of, stage_hop_s
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
 from meshkit.preflight.explain import Hierarchical
@@ -28,10 +27,13 @@ KERNELS = ("matmul", "attention", "other kernels", "recompute", "optimizer")  # 
 
 
 class Prices:
-    """Seconds of kernels and messages on one cluster and mesh, each asked for once."""
+    """Seconds of kernels and messages on one cluster and mesh, each asked for once.
 
-    def __init__(self, cluster: Cluster, spec: MeshSpec) -> None:
-        self.cluster, self.spec = cluster, spec
+    stage: a rank of pp, of whose ranks and groups the slowest counts where they are unlike; None, of all.
+    """
+
+    def __init__(self, cluster: Cluster, spec: MeshSpec, stage: int | None = None) -> None:
+        self.cluster, self.spec, self.stage = cluster.slowed(speed_of(cluster, spec, stage)), spec, stage
         self._kernels: dict[Op, float] = {}
         self._calls: dict[tuple[str, str, int, Hierarchical | None], float] = {}
         self._parts: dict[tuple[int, int], tuple[PartSeconds, Part]] = {}
@@ -44,11 +46,11 @@ class Prices:
     def call_s(self, call: Call) -> float:
         key = call.axis, call.op, call.size, call.hierarchical
         if key not in self._calls:
-            place = place_of(self.cluster, self.spec, call.axis)
+            place = place_of(self.cluster, self.spec, call.axis, stage=self.stage)
             if (hops := call.hierarchical) is None:
                 self._calls[key] = collective_s(self.cluster, call.op, call.size, place)
             else:
-                inside = place_of(self.cluster, self.spec, hops.inside)
+                inside = place_of(self.cluster, self.spec, hops.inside, stage=self.stage)
                 self._calls[key] = hierarchical_s(
                     self.cluster, call.op, call.size, inside=inside, across=place, chunk_bytes=hops.chunk_bytes
                 )
@@ -225,12 +227,13 @@ class Priced:
 def price(profile: StepProfile, cluster: Cluster) -> Priced:
     """Seconds of one optimizer step on the cluster. Pure: the same profile has a price on every cluster."""
     prices = Prices(cluster, profile.spec)
-    known: dict[tuple[int, int], StageSeconds] = {}  # stages that are alike are one object
+    of_stage = _prices_of_stages(profile, cluster, prices)
+    known: dict[tuple[int, int, int], StageSeconds] = {}  # stages that are alike are one object
     stages: list[StageSeconds] = []
-    for parts, passing in zip(profile.stages, profile.passing, strict=True):
-        key = id(parts), passing
+    for parts, passing, its in zip(profile.stages, profile.passing, of_stage, strict=True):
+        key = id(parts), passing, id(its)
         if key not in known:
-            known[key] = stage_seconds(parts, passing, prices, profile.update)
+            known[key] = stage_seconds(parts, passing, its, profile.update)
         stages.append(known[key])
     tail = _sum([_by_axis(profile.once, prices)])
     if profile.schedule is None:
@@ -248,6 +251,15 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
         ledger["jitter"] = fsum(ledger.values()) * cluster.faults.jitter * sqrt(2 * log(ranks))
     ledger = {name: seconds for name, seconds in ledger.items() if seconds}
     return Priced(fsum(ledger.values()), ledger, simulation, busy_s)
+
+
+def _prices_of_stages(profile: StepProfile, cluster: Cluster, prices: Prices) -> list[Prices]:
+    """Those of each stage; `prices` of all where ranks are alike."""
+    schedule = profile.schedule
+    if cluster.unlike is None:
+        return [prices] * len(profile.stages)
+    of_rank = [Prices(cluster, profile.spec, rank) for rank in range(profile.spec.pp)]
+    return [of_rank[0 if schedule is None else schedule.placement[stage]] for stage in range(len(profile.stages))]
 
 
 def _pipelined(
@@ -304,9 +316,8 @@ def hops_between(
     ways: Iterable[tuple[int, int]], profile: StepProfile, cluster: Cluster
 ) -> dict[tuple[int, int], float]:
     """Seconds of a message between two ranks of pp. ways: (from, to)."""
-    stride = profile.spec.world_size // profile.spec.pp
     size = max((max(each) for each in profile.crossing), default=0)
-    return {(one, other): cluster_hop_s(cluster, size, one * stride, other * stride) for one, other in ways}
+    return {(one, other): stage_hop_s(cluster, profile.spec, size, one, other) for one, other in ways}
 
 
 def _by_axis(calls: Iterable[Call], prices: Prices) -> Ledger:

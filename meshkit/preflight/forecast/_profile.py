@@ -81,6 +81,7 @@ class Part:
     calls: in each microbatch. data: of an FSDP unit, in each step: gathers of its parameters and reductions of its gradients.
     copied_bytes: read and written beside those, where FSDP copies out of and into their buffers, in the step. trained:
     elements of its parameters that this rank updates, after sharding. grad_bytes: of its gradients before they are reduced.
+    is_block: whether stages are made of it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Part:
     copied_bytes: float = 0.0
     trained: int = 0
     grad_bytes: float = 0.0
+    is_block: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,6 +164,7 @@ def _parts(
                 copied_bytes=_copied_bytes(data[name]),
                 trained=shards[name][0],
                 grad_bytes=shards[name][1],
+                is_block=name in computed.blocks,
             )
             for name in of_stage
         )

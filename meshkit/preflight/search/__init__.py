@@ -2,7 +2,6 @@
 
 from ._drawing import svg as svg
 from ._goal import Goal as Goal
-from ._partition import min_max_partition as min_max_partition
 from ._result import Found as Found
 from ._result import Neighbour as Neighbour
 from ._result import Tried as Tried

@@ -18,6 +18,7 @@ from meshkit.errors import MeshkitError, PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
+from meshkit.preflight.placement import min_max_partition
 from meshkit.preflight.search._bounds import (
     Again,
     Alive,
@@ -34,7 +35,6 @@ from meshkit.preflight.search._bounds import (
 from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
-from meshkit.preflight.search._partition import min_max_partition
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
 from meshkit.preflight.search._space import Group, Space, divisors

@@ -177,7 +177,7 @@ class ParallelFlags(Ranged):
 
 def _axes(spec: MeshSpec) -> str:
     """As --mesh says it. Of one rank: an axis all the same, for an empty mesh takes all ranks there are."""
-    return " ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size != 1) or "dp_shard=1"
+    return spec.text or "dp_shard=1"
 
 
 def _shown(choice: Any) -> str:

@@ -16,7 +16,8 @@ from meshkit.errors import PlanError
 from meshkit.parallel.pipeline import peak_live
 from meshkit.parallel.pipeline.schedules import NAMES, named
 from meshkit.parallel.shardings import shardings_of, spread_of
-from meshkit.preflight.search import min_max_partition, svg
+from meshkit.preflight.placement import min_max_partition
+from meshkit.preflight.search import svg
 from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours

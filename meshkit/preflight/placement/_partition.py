@@ -9,23 +9,30 @@ import numpy as np
 
 
 def min_max_partition(
-    seconds: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+    seconds: Sequence[float],
+    stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Blocks of each stage, at least one each: exact, by dynamic programming. first, last: what those stages do besides.
+    speeds: of each stage's device; None, they are alike.
 
     Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1.
     """
     assert 1 <= stages <= len(seconds)
     if stages == 1:
         return (len(seconds),)
+    speed = np.ones(stages) if speeds is None else np.array(speeds)
     total = np.array([0.0, *accumulate(seconds)])
     count = len(seconds)
     begins = np.arange(count + 1)
     # slowest[n]: of the first n blocks in so many stages the slowest one's seconds, where the last begins in begin[n].
-    slowest = np.where(begins > 0, total + first, np.inf)
+    slowest = np.where(begins > 0, (total + first) / speed[0], np.inf)
     tables = []
     for stage in range(1, stages):
-        own = total[:, None] - total[None, :] + (last if stage == stages - 1 else 0.0)
+        own = (total[:, None] - total[None, :] + (last if stage == stages - 1 else 0.0)) / speed[stage]
         both = np.where(begins[None, :] < begins[:, None], np.maximum(slowest[None, :], own), np.inf)
         begin = count - both[:, ::-1].argmin(axis=1)  # the last of those that are as fast
         slowest = both[begins, begin]

@@ -1,0 +1,99 @@
+"""Unlike links and nodes (heterogeneous cluster): blocks of ranks that are slower than the cluster's device and tiers say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshkit.errors import ClusterError
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest of some: bytes a second one way, and seconds of a hop."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlike:
+    """Blocks of `each` consecutive ranks, as nodes, whose devices or links are slower than the cluster says.
+
+    speed: of each block's devices, a share of `device`'s in all that it computes; empty, all of it. bytes_per_s, latency_s:
+    of a message from block i (the row) to block j, in place of the tiers between them; the diagonal is not read. Empty, as
+    the tiers say. What ranks of a block share of a tier's link they share of these too.
+    Raises: ClusterError for tables of another size than the blocks, and for numbers that no machine has.
+    """
+
+    each: int = 1
+    speed: tuple[float, ...] = ()
+    bytes_per_s: Matrix = ()
+    latency_s: Matrix = ()
+
+    def __post_init__(self) -> None:
+        if type(self.each) is not int or self.each < 1:
+            raise ClusterError(f"unlike.each={self.each!r}: ranks of a block, at least 1.")
+        if not all(0 < speed <= 1 for speed in self.speed):
+            raise ClusterError(f"unlike.speed={self.speed!r}: shares of the device's speed, above 0 and at most 1.")
+        for name, matrix, least in (
+            ("bytes_per_s", self.bytes_per_s, "above 0"),
+            ("latency_s", self.latency_s, "at least 0"),
+        ):
+            if any(len(row) != len(matrix) for row in matrix):
+                raise ClusterError(
+                    f"unlike.{name} has {len(matrix)} rows, but not as many numbers in each. Give a square."
+                )
+            off = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
+            if any(value < 0 or (value == 0 and least == "above 0") for value in off):
+                raise ClusterError(f"unlike.{name}: from one block to another numbers are {least}.")
+        if bool(self.bytes_per_s) != bool(self.latency_s):
+            raise ClusterError("unlike: bytes_per_s and latency_s belong together. Give both, or neither.")
+        if not self.blocks:
+            raise ClusterError("unlike says nothing. Give speed, or bytes_per_s and latency_s, or leave it away.")
+        if self.speed and self.bytes_per_s and len(self.speed) != len(self.bytes_per_s):
+            raise ClusterError(
+                f"unlike: speed is of {len(self.speed)} blocks, bytes_per_s of {len(self.bytes_per_s)}. Give each block once."
+            )
+
+    @property
+    def blocks(self) -> int:
+        return len(self.speed) or len(self.bytes_per_s)
+
+    @property
+    def ranks(self) -> int:
+        return self.blocks * self.each
+
+    def speed_of(self, ranks: Sequence[int]) -> float:
+        """Of the slowest of them."""
+        return (
+            min((self.speed[block] for block in {rank // self.each for rank in ranks}), default=1.0)
+            if self.speed
+            else 1.0
+        )
+
+    def ring(self, groups: Sequence[Sequence[int]]) -> Link | None:
+        """The slowest link of rings through groups of ranks, in their order; None where none leaves its block."""
+        return self.slowest({pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)})
+
+    def mutual(self, groups: Sequence[Sequence[int]]) -> Link | None:
+        """The slowest link between any two of a group."""
+        blocks = [{rank // self.each for rank in group} for group in groups]
+        return self.slowest({(i * self.each, j * self.each) for group in blocks for i in group for j in group})
+
+    def link(self, blocks: tuple[int, int]) -> Link | None:
+        """Between two blocks, the slower way."""
+        one, other = (block * self.each for block in blocks)
+        return self.slowest({(one, other), (other, one)})
+
+    def slowest(self, pairs: set[tuple[int, int]]) -> Link | None:
+        """Of links between ranks; None where the tiers say what these are."""
+        if not self.bytes_per_s:
+            return None
+        crossed = {(one // self.each, other // self.each) for one, other in pairs}
+        crossed = {(i, j) for i, j in crossed if i != j}
+        if not crossed:
+            return None
+        return Link(min(self.bytes_per_s[i][j] for i, j in crossed), max(self.latency_s[i][j] for i, j in crossed))
