@@ -61,8 +61,8 @@ def place(
     profiles: Profiles | None = None,
     **choices: Any,
 ) -> Placed:
-    """Which rank of the mesh sits where on the cluster, and how many blocks each stage has, so that the step is forecast to be
-    fastest (Pipette 2024; Holmes 2023). Arguments as `forecast`'s.
+    """Which rank of the mesh sits where on the cluster, and how many blocks each stage has, so that the step is forecast to
+    be fastest (Pipette 2024; Holmes 2023). Arguments as `forecast`'s.
 
     Ranks of a node stay together, in any order. Of up to 8 blocks that `Cluster.unlike` tells apart all orders are looked at,
     each with stages by its devices' speed too; of more an annealed walk, which the same input repeats. Where nothing is

@@ -1,4 +1,4 @@
-"""What the price of a step depends on where its ranks are unlike: the slowest device of each rank of pp, the slowest links."""
+"""What the price of a step depends on where ranks are unlike: the slowest device of each rank of pp, the slowest links."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshkit.preflight.placement._orders import Orderings, Seen
 
 
 def seen_of(profile: StepProfile, unlike: Unlike) -> Callable[[Orderings], Seen]:
-    """Of each order: a speed for each rank of pp, bytes/s and latency for each of its axes' messages, and for each way between
-    ranks of pp. Orders with equal rows have steps of equal seconds.
+    """Of each order: a speed for each rank of pp, bytes/s and latency for each of its axes' messages, and for each way
+    between ranks of pp. Orders with equal rows have steps of equal seconds.
     """
     spec, each = profile.spec, unlike.each
     stages = [np.unique(np.arange(*ranks_of_stage(spec, stage)) // each) for stage in range(spec.pp)]
