@@ -52,6 +52,7 @@ from meshkit.preflight.estimate import estimate as estimate
 from meshkit.preflight.explain import explain as explain
 from meshkit.preflight.forecast import Batch as Batch
 from meshkit.preflight.forecast import forecast as forecast
+from meshkit.preflight.placement import place as place
 from meshkit.preflight.search import Space as Space
 from meshkit.preflight.search import search as search
 from meshkit.preflight.observe import observe as observe
@@ -117,6 +118,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "pipeline_parallel",
+    "place",
     "plan",
     "preflight",
     "recipes",

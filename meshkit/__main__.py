@@ -14,6 +14,7 @@ python -m meshkit draw interleaved --chunks 3 --times F=1,I=1.2,W=0.8,hop=0.1 --
 python -m meshkit draw mine.csv --trace mine.json
 python -m meshkit estimate examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --device-memory 80GiB
 python -m meshkit forecast examples/llama_pretrain.py --model llama3-8b --mesh "dp_shard=8 tp=8" --cluster h100
+python -m meshkit place examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --cluster mine.toml
 python -m meshkit search examples/llama_pretrain.py --model llama3-8b --world 64 --cluster h100 --device-memory 80GiB
 python -m meshkit plan-rl examples/ppo.py --world 16 --cluster h100 --device-memory 80GiB --pretrained Qwen2.5-7B/
 python -m meshkit explain examples/llama_pretrain.py --mesh "pp=2 dp_shard=2 tp=2" --html run.html
@@ -72,12 +73,14 @@ from meshkit.preflight.goodput.command import GoodputOptions
 from meshkit.preflight.goodput.command import command as goodput_command
 from meshkit.preflight.page.command import Explain
 from meshkit.preflight.page.command import command as explain_command
+from meshkit.preflight.placement.command import PlaceOptions
+from meshkit.preflight.placement.command import command as place_command
 from meshkit.preflight.search.command import Search
 from meshkit.preflight.search.command import command as search_command
 from meshkit.recipes.files import RECIPES, copy, recipe_file, train
 
 FILE = arg(metavar="FILE")
-OF_SCRIPTS = ("estimate", "forecast", "search", "plan-rl", "explain")
+OF_SCRIPTS = ("estimate", "forecast", "place", "search", "plan-rl", "explain")
 DRAWN = 1 << 14  # microbatches of all ranks in a drawing; zbv with twice as many took 49 s
 PLANNED = 1 << 11  # in an energy plan; 1F1B with as many took 14 s
 
@@ -233,6 +236,8 @@ def main() -> None:
             command(sys.argv[2:])  # what it does not know are flags of the script
         elif sys.argv[1:2] == ["forecast"]:
             forecast_command(sys.argv[2:])
+        elif sys.argv[1:2] == ["place"]:
+            place_command(sys.argv[2:])
         elif sys.argv[1:2] == ["search"]:
             search_command(sys.argv[2:])
         elif sys.argv[1:2] == ["plan-rl"]:
@@ -247,6 +252,7 @@ def main() -> None:
                     "draw": Draw,
                     "estimate": Memory,
                     "forecast": Seconds,
+                    "place": PlaceOptions,
                     "search": Search,
                     "plan-rl": PlanRL,
                     "explain": Explain,

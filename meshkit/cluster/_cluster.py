@@ -177,8 +177,8 @@ class Cluster:
     def _refuse_unlike(self, unlike: Unlike) -> None:
         if unlike.ranks != self.ranks:
             raise ClusterError(
-                f"cluster {self.name!r}: unlike has {unlike.blocks} blocks of {unlike.each}, which are {unlike.ranks} ranks, but "
-                f"the last tier holds {self.ranks}. Give every block."
+                f"cluster {self.name!r}: unlike has {unlike.blocks} blocks of {unlike.each}, {unlike.ranks} ranks, but the "
+                f"last tier holds {self.ranks}. Give every block."
             )
         sizes = [1, *(tier.ranks for tier in self.tiers)]
         if unlike.each not in sizes:

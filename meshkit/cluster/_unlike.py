@@ -47,7 +47,7 @@ class Unlike:
                     f"unlike.{name} has {len(matrix)} rows, but not as many numbers in each. Give a square."
                 )
             off = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
-            if any(value < 0 or (value == 0 and least == "above 0") for value in off):
+            if not all(value > 0 or (value == 0 and least != "above 0") for value in off):
                 raise ClusterError(f"unlike.{name}: from one block to another numbers are {least}.")
         if bool(self.bytes_per_s) != bool(self.latency_s):
             raise ClusterError("unlike: bytes_per_s and latency_s belong together. Give both, or neither.")

@@ -56,8 +56,8 @@ def _placed(rank: int, size: int, placement: Sequence[int]) -> int:
     for first in range(0, size, node):
         if len(nodes := {each // node for each in placement[first : first + node]}) > 1:
             raise MeshError(
-                f"placement {named}: ranks {first} to {first + node - 1} would be on nodes {sorted(nodes)}, of {node} ranks each. "
-                "A placement keeps the ranks of a node together, in any order."
+                f"placement {named}: ranks {first} to {first + node - 1} are on nodes {sorted(nodes)} of {node} ranks. A "
+                "placement keeps the ranks of a node together, in any order."
             )
     return list(placement).index(rank)
 

@@ -9,5 +9,6 @@ from meshkit.preflight import forecast as forecast
 from meshkit.preflight import observe as observe
 from meshkit.preflight import order as order
 from meshkit.preflight import page as page
+from meshkit.preflight import placement as placement
 from meshkit.preflight import scaling as scaling
 from meshkit.preflight import waits as waits

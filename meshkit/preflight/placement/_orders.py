@@ -14,7 +14,7 @@ from meshkit.cluster import Cluster, Unlike
 from meshkit.errors import PlanError
 
 MOST = factorial(8)  # orders that are all looked at
-MOVES, HOT, COLD = 4000, 0.1, 1e-4  # of the annealing; temperatures as shares of the seconds it begins with
+WALKS, MOVES, HOT, COLD = 4, 3000, 0.1, 1e-4  # temperatures are shares of the seconds of the order that is given
 Order = tuple[int, ...]
 """the block that sits in place 0, in place 1, ..."""
 Orderings = np.ndarray
@@ -120,7 +120,7 @@ class Orders:
 
         best, least = given, of(given)
         if not self.is_exact:
-            return self._annealed(given, least, of)
+            return self._walked(given, least, of)
         orders = np.array(list(self.all()))
         rows = seen(orders)
         _, firsts = np.unique(rows, axis=0, return_index=True)
@@ -130,24 +130,32 @@ class Orders:
                 best, least = order, found
         return best
 
-    def _annealed(self, order: Order, now: float, seconds: Callable[[Order], float]) -> Order:
-        """A walk that takes worse orders less and less (Kirkpatrick 1983), and from its best one only better ones."""
-        draw, pairs, best, least, began = random.Random(0), self.swaps(), order, now, now
-        for move in range(MOVES):
-            heat = began * HOT * (COLD / HOT) ** (move / MOVES)
-            other = _swapped(order, *draw.choice(pairs))
-            took = seconds(other)
-            if took <= now or draw.random() < exp((now - took) / heat):
-                order, now = other, took
-            if now < least * (1 - 1e-9):
-                best, least = order, now
-        improved = True
-        while improved:
-            improved = False
-            for pair in pairs:
-                other = _swapped(best, *pair)
-                if (took := seconds(other)) < least * (1 - 1e-9):
-                    best, least, improved = other, took, True
+    def _walked(self, given: Order, least: float, seconds: Callable[[Order], float]) -> Order:
+        """Walks that take worse orders less and less (Kirkpatrick 1983), from orders drawn at random; from where each came to
+        its least, only what is better."""
+        draw, pairs, best, began = random.Random(0), self.swaps(), given, least
+        for walk in range(WALKS):
+            order = given
+            for _ in range(len(pairs) if walk else 0):
+                order = _swapped(order, *draw.choice(pairs))
+            now = lowest_s = seconds(order)
+            lowest = order
+            for move in range(MOVES):
+                heat = began * HOT * (COLD / HOT) ** (move / MOVES)
+                other = _swapped(order, *draw.choice(pairs))
+                took = seconds(other)
+                if took <= now or draw.random() < exp((now - took) / heat):
+                    order, now = other, took
+                if now < lowest_s * (1 - 1e-9):
+                    lowest, lowest_s = order, now
+            while True:
+                others = [_swapped(lowest, *pair) for pair in pairs]
+                nearest = min(others, key=seconds)
+                if seconds(nearest) >= lowest_s * (1 - 1e-9):
+                    break
+                lowest, lowest_s = nearest, seconds(nearest)
+            if lowest_s < least * (1 - 1e-9):
+                best, least = lowest, lowest_s
         return best
 
 

@@ -13,6 +13,7 @@ from meshkit.cluster import Cluster, speed_of
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
+from meshkit.preflight._flags import flags_of
 from meshkit.preflight.forecast import Batch, Forecast, Prices, Profiles, StepProfile, forecast_profile, profile_step
 from meshkit.preflight.placement._orders import Orders
 from meshkit.preflight.placement._partition import min_max_partition
@@ -40,14 +41,12 @@ class Placed:
     priced: int
 
     def __str__(self) -> str:
-        spec, saved = self.strategy.mesh_for(), 1 - self.forecast.seconds / self.given.seconds
-        flags = f'--mesh "{spec.text}"'
-        if (stages := self.strategy.pipeline.stages) is not None:
-            flags += f" --stages {' '.join(map(str, stages))}"
+        saved = 1 - self.forecast.seconds / self.given.seconds
         found = f"{self.priced} steps priced, {'of all orders' if self.exact else 'found by annealing'}"
         if not saved:
             return f"the ranks as they are: step {self.given.seconds:.4g} s, and no order is faster ({found})"
-        return f"{flags}\nstep {self.forecast.seconds:.4g} s, {saved:.1%} less than {self.given.seconds:.4g} s as they are ({found})"
+        less = f"{saved:.1%} less than {self.given.seconds:.4g} s as they are"
+        return f"{flags_of(self.strategy)}\nstep {self.forecast.seconds:.4g} s, {less} ({found})"
 
 
 def place(

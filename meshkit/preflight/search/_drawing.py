@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from meshkit.preflight._flags import flags_of
 from meshkit.preflight._format import format_bytes
-from meshkit.preflight.search._result import Found, Tried, flags_of
+from meshkit.preflight.search._result import Found, Tried
 
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 380, 84, 26, 44, 46

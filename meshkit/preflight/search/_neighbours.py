@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshkit.errors import MeshkitError
+from meshkit.preflight._flags import row_name
 from meshkit.preflight.search._pricing import Pricing
-from meshkit.preflight.search._result import Neighbour, Tried, reason_of, row_name, why_it_loses
+from meshkit.preflight.search._result import Neighbour, Tried, reason_of, why_it_loses
 from meshkit.preflight.search._space import Space
 from meshkit.strategy import Strategy
 
@@ -42,7 +43,8 @@ def neighbours(
 def _changed(
     best: Strategy, fixed: Strategy, space: Space, sizes: Mapping[str, Sequence[int]], node: int
 ) -> list[tuple[str, Strategy]]:
-    spec = best.mesh_for()
+    spec = replace(best.mesh_for(), placement=())  # each neighbour finds its own
+    best = replace(best, mesh=spec)
     flat = replace(spec, dp_intra=1)
     changed: list[tuple[str, Strategy]] = []
     plain = replace(best, pipeline=replace(best.pipeline, stages=None))

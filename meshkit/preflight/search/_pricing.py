@@ -29,9 +29,9 @@ from meshkit.preflight.forecast import (
     Profile,
     Profiles,
     StepProfile,
-    forecast_profile,
     profile_step,
 )
+from meshkit.preflight.placement import Placed, best_placed
 from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, Shares, alive_of
 from meshkit.preflight.search._goal import Goal, cost
 from meshkit.preflight.search._result import Tried
@@ -47,12 +47,14 @@ KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
 
 class Pricing:
     def __init__(self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal) -> None:
-        self.model, self.cluster, self.batch, self.loss, self.goal = model, cluster, batch, loss, goal
+        # Bounds are made of the best device and links there are; what is unlike is slower, and placed for each strategy.
+        self.model, self.unlike, self.cluster = model, cluster, replace(cluster, unlike=None)
+        self.batch, self.loss, self.goal = batch, loss, goal
         self.profiles, self.memory = Profiles(), MemoryProfiles()
         self.program = self.profiles.program_of(model)
         self._resolved: OrderedDict[str, Resolved] = OrderedDict()
         self._profiles: OrderedDict[str, StepProfile] = OrderedDict()
-        self._forecasts: OrderedDict[str, Forecast] = OrderedDict()
+        self._placed: OrderedDict[str, Placed] = OrderedDict()
         self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
         self._microbatches: dict[Hashable, Microbatch | None] = {}
@@ -78,14 +80,21 @@ class Pricing:
         return _kept(self._profiles, repr(strategy), made)
 
     def forecast(self, strategy: Strategy) -> Forecast:
-        return _kept(self._forecasts, repr(strategy), lambda: forecast_profile(self.profile(strategy), self.cluster))
+        return self.placed(strategy).forecast
+
+    def placed(self, strategy: Strategy) -> Placed:
+        """On the best order of ranks; of alike ones it is theirs."""
+        return _kept(self._placed, repr(strategy), lambda: best_placed(strategy, self.unlike, self.profile))
 
     def tried(self, strategy: Strategy) -> Tried:
         key = repr(strategy)
         if key not in self._tried:
-            told = self.forecast(strategy)
+            placed = self.placed(strategy)
             self._tried[key] = Tried(
-                strategy=strategy, forecast=told, memory=self.peak(strategy), cost=cost(self.goal, told)
+                strategy=placed.strategy,
+                forecast=placed.forecast,
+                memory=self.peak(placed.strategy),
+                cost=cost(self.goal, placed.forecast),
             )
         return self._tried[key]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshkit.errors import MeshkitError
-from meshkit.mesh import MeshSpec
-from meshkit.parallel.shardings import shardings_of
-from meshkit.preflight._format import format_axes, format_bytes, table_lines
+from meshkit.preflight._flags import flags_of
+from meshkit.preflight._format import format_bytes, table_lines
 from meshkit.preflight.estimate import Composed
 from meshkit.preflight.forecast import Forecast
 from meshkit.strategy import Strategy
@@ -123,42 +121,6 @@ class Found:
         for text, count in sorted(self.refused.items(), key=lambda item: -item[1]):
             lines.append(f"refused {count:,}: {text}")
         return "\n".join(lines)
-
-
-def flags_of(strategy: Strategy) -> str:
-    """As a recipe takes them."""
-    mesh = strategy.mesh
-    assert isinstance(mesh, MeshSpec)
-    recompute = strategy.memory.recompute
-    parts = [
-        f'--mesh "{format_axes(vars(mesh), omit=1) or "dp_shard=1"}"',
-        f"--microbatches {strategy.microbatches or 1}",
-    ]
-    if mesh.pp > 1:
-        parts.append(f"--schedule {strategy.pipeline.schedule}")
-    if strategy.zero is not None:
-        parts.append(f"--zero {strategy.zero}")
-    if mesh.tp > 1:
-        parts.append("--sequence" if strategy.sequence else "--no-sequence")
-    parts.append(f"--recompute {getattr(recompute, 'mode', recompute)}")
-    if mesh.cp > 1:
-        parts.append(f"(scheme {strategy.context.scheme})")
-    if strategy.overrides:
-        modes = Counter(str(each.recompute) for each in strategy.overrides.values() if each.recompute is not None)
-        parts.append(f"({', '.join(f'{mode} in {count} blocks' for mode, count in modes.items())})")
-    if strategy.data.shards:
-        parts.append(f"({row_name(strategy)})")
-    if strategy.pipeline.stages is not None:
-        parts.append(f"(stages {','.join(map(str, strategy.pipeline.stages))})")
-    return " ".join(parts)
-
-
-def row_name(strategy: Strategy) -> str:
-    """The row of shardings, as "zero=1" or "shardings node-all-all": of parameters, gradients and states."""
-    if not strategy.data.shards:
-        return f"zero={strategy.zero}"
-    row = shardings_of(strategy, strategy.mesh_for())
-    return f"shardings {row.parameters}-{row.gradients}-{row.states}"
 
 
 def reason_of(error: MeshkitError) -> str:

@@ -140,6 +140,8 @@ class _World:
         # A model of rates favours size; measured points may not.
         self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
         self.crowded = pricing.cluster.crowding > 1
+        # Each placement has stages of its own, by the speed of its devices: bounds take no cut for granted.
+        self.is_recut = pricing.unlike.unlike is not None and bool(pricing.unlike.unlike.speed)
 
     def push(self, bound: float, group: Group, level: int) -> None:
         heapq.heappush(self.heap, _Node(bound, next(self._number), group, level))
@@ -292,7 +294,7 @@ class _World:
     def variants(self, group: Group) -> list[Group]:
         """The strategies, and the same with stages that are as fast as can be."""
         first = group.first
-        if not self.balance or first.mesh_for().pp == 1 or first.pipeline.stages is not None:
+        if not self.balance or self.is_recut or first.mesh_for().pp == 1 or first.pipeline.stages is not None:
             return [group]
         key = self.pricing.family(first), first.mesh_for().pp, first.pipeline.schedule
         if key not in self._balanced:
@@ -398,7 +400,7 @@ class _World:
     ) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
         least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
-        if cut is None or self.crowded:
+        if cut is None or self.crowded or self.is_recut:
             return least
         stages = Stages.of(cut, strategy.pipeline.stages)
         least = max(least, stages.least_s(microbatch, count, again_s))
