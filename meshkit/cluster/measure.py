@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 
 import torch
@@ -31,6 +31,8 @@ DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
 # Of tensors whose kernels are bound by the memory.
 ELEMENTS = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 27)}
 COLD_BYTES, MOST_OPERANDS = 1 << 26, 64  # of the operands that take turns
+# What ranks of a CPU compute between two messages.
+BESIDE, PRODUCTS = ((256, 512), (512, 1024)), 4
 MESSAGES = tuple(1 << power for power in (8, 12, 15, 18, 20, 22, 24))  # bytes
 
 
@@ -53,6 +55,18 @@ class Bench:
             # Ranks that disagreed would call another number of collectives.
             calls = max(calls + 1, int(self._largest(calls * min(10.0, 1.3 * LEAST_S / max(took, 1e-7)))))
         return statistics.median(self._timed(run, calls) for _ in range(REPEATS)) / calls
+
+    def more_seconds(self, beside: Callable[[], object], run: Callable[[], object]) -> float:
+        """By how much longer `beside` and `run` in turn take than `beside` alone, at least what `run` takes alone."""
+
+        def both() -> None:
+            beside()
+            run()
+
+        both()
+        calls = max(2, ceil(LEAST_S / self._timed(both, 2) * 2))
+        pairs = [(self._timed(both, calls), self._timed(beside, calls)) for _ in range(REPEATS)]
+        return max(statistics.median(more - less for more, less in pairs) / calls, self.seconds(run))
 
     def _timed(self, run: Callable[[], object], calls: int) -> float:
         if self.group is not None:
@@ -220,6 +234,15 @@ def _collectives(bench: Bench) -> tuple[Measured, ...]:
 def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int) -> list[Measured]:
     """Messages between two ranks are measured once, by a ring of all."""
     device, measured = bench.device, []
+    operands = _in_turn(bench, torch.float32, *BESIDE)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(*next(operands))
+
+    def took(run: Callable[[], object]) -> float:
+        return bench.more_seconds(compute, run) if device.type == "cpu" else bench.seconds(run)
+
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(["send"] if n == bench.ranks else [])):
         points = []
         for size in MESSAGES:
@@ -234,14 +257,23 @@ def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int) -> li
                 "send": lambda whole=whole, other=other: _to_the_next(whole, other, group),  # type: ignore[misc]
             }
             leaves = elements * 4 * ((n - 1) / n if op == "all_to_all" else 1)
-            points.append((leaves, bench.seconds(runs[op])))
-        growing = [points[0]]
-        for leaves, seconds in points[1:]:
-            if leaves > growing[-1][0]:
-                growing.append((leaves, max(seconds, growing[-1][1])))  # noise is not let fall
+            points.append((leaves, took(runs[op])))
+        sizes, seconds = zip(*points, strict=True)
+        growing = tuple(zip(sizes, _never_falling(seconds), strict=True))
         ranks = 2 if op == "send" else n
-        measured.append(Measured(op=op, tier="all", ranks=ranks, points=tuple(growing)))
+        measured.append(Measured(op=op, tier="all", ranks=ranks, points=growing))
     return measured
+
+
+def _never_falling(values: Sequence[float]) -> list[float]:
+    """The nearest sequence, by squares, that does not fall (isotonic regression by pooling): a larger message is not faster."""
+    pools: list[tuple[float, int]] = []  # (mean, how many)
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, n), (other, m) = pools[-2:]
+            pools[-2:] = [((one * n + other * m) / (n + m), n + m)]
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _to_the_next(whole: Tensor, other: Tensor, group: dist.ProcessGroup | None) -> None:
