@@ -23,13 +23,15 @@ class MeasureCluster:
     """the file"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """what to measure"""
+    unlike: bool = False
+    """in place of collectives, how fast each node is, or each rank of one, and each link between two, for `place`"""
 
 
 def measure_cluster(options: MeasureCluster) -> None:
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    cluster = write_measured(options.out, kind)
+    cluster = write_measured(options.out, kind, unlike=options.unlike)
     if int(os.environ.get("RANK", "0")) == 0:
         device = cluster.device
         print(
@@ -41,4 +43,11 @@ def measure_cluster(options: MeasureCluster) -> None:
             print(
                 f"{curve.op}: {curve.points[0][1] * 1e6:.0f} us at least, {size / seconds / 1e9:.2f} GB/s, {size:,.0f} bytes"
             )
+        if cluster.unlike is not None:
+            print("speeds: " + ", ".join(f"{speed:g}" for speed in cluster.unlike.speed))
+            for block, (rates, hops) in enumerate(
+                zip(cluster.unlike.bytes_per_s, cluster.unlike.latency_s, strict=True)
+            ):
+                links = [f"{rate / 1e6:,.3g} MB/s {hop * 1e6:,.3g} us" for rate, hop in zip(rates, hops, strict=True)]
+                print(f"from {block}: " + ", ".join("itself" if at == block else text for at, text in enumerate(links)))
         print(f"wrote {options.out}")

@@ -6,12 +6,12 @@ over NCCL alike; a minute.
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import cycle, product
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
 import torch
@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshkit.cluster._bench import Bench
 from meshkit.cluster._cluster import Cluster, Host, Measured, Overlap, Tier
 from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
+from meshkit.cluster._measure_unlike import link_between, measure_unlike
 from meshkit.core._torch import TorchDispatchMode
 from meshkit.mesh import host_ranks
 
-LEAST_S = 0.02  # of a measurement: many calls of what is short
-REPEATS = 5  # of which the median counts
 SHAPES = {"cpu": ((32, 256, 2048), (64, 256, 1024)), "cuda": ((512, 2048, 8192), (1024, 4096, 8192))}
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
 # Of tensors whose kernels are bound by the memory.
@@ -36,66 +36,21 @@ BESIDE, PRODUCTS = ((256, 512), (512, 1024)), 4
 MESSAGES = tuple(1 << power for power in (8, 12, 15, 18, 20, 22, 24))  # bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What is measured on: device, and the ranks of the group that measure together; one without a group."""
-
-    device: torch.device
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call: the median of some repeats, of the slowest rank, all ranks running at the same time."""
-        run()
-        calls = 1
-        while (took := self._timed(run, calls)) < LEAST_S:
-            # Ranks that disagreed would call another number of collectives.
-            calls = max(calls + 1, int(self._largest(calls * min(10.0, 1.3 * LEAST_S / max(took, 1e-7)))))
-        return statistics.median(self._timed(run, calls) for _ in range(REPEATS)) / calls
-
-    def more_seconds(self, beside: Callable[[], object], run: Callable[[], object]) -> float:
-        """By how much longer `beside` and `run` in turn take than `beside` alone, at least what `run` takes alone."""
-
-        def both() -> None:
-            beside()
-            run()
-
-        both()
-        calls = max(2, ceil(LEAST_S / self._timed(both, 2) * 2))
-        pairs = [(self._timed(both, calls), self._timed(beside, calls)) for _ in range(REPEATS)]
-        return max(statistics.median(more - less for more, less in pairs) / calls, self.seconds(run))
-
-    def _timed(self, run: Callable[[], object], calls: int) -> float:
-        if self.group is not None:
-            host_ranks(self.group).barrier()
-        began = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self._largest(time.perf_counter() - began)
-
-    def _largest(self, value: float) -> float:
-        """On all ranks."""
-        if self.group is None:
-            return value
-        number = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        return float(number)
-
-
 def measure(
-    device: torch.device, *, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    ranks_per_node: int | None = None,
+    unlike: bool = False,
 ) -> Cluster:
     """The cluster that these ranks are. group: of all ranks; None measures one rank alone. A collective.
 
     ranks_per_node: default all of them. Curves of collectives are of all ranks, of halves, quarters and so on; of other
     numbers the nearest is scaled as the model is.
+    unlike: in place of those, the speed of each node, or of each rank of one node, and the links between any two; `device`
+    is the fastest rank's.
     """
-    bench = Bench(device=device, group=group)
+    bench = Bench(device=device, group=group, fastest=unlike)
     curves = [_products(bench, dtype) for dtype in DTYPES[device.type]]
     peaks = {curve.dtype: max(2 * m * n * k / s for m, n, k, s in curve.points) for curve in curves}
     dtype = DTYPES[device.type][0]
@@ -114,13 +69,14 @@ def measure(
         efficiency=Efficiency(matmul=1.0, attention=forward, attention_backward=backward, memory=1.0),
         curves=tuple(curves),
     )
-    collectives = _collectives(bench) if group is not None and bench.ranks > 1 else ()
+    together = group is not None and bench.ranks > 1
+    collectives = _collectives(bench) if together and not unlike else ()
     largest = max((size / s for each in collectives for size, s in each.points), default=1e9)
     least = min((s for each in collectives for _, s in each.points), default=1e-5)
     tier = Tier(name="all", ranks=max(bench.ranks, ranks_per_node or 1), bytes_per_s=largest, latency_s=least)
     # What runs at the same time on a CPU shares its cores: each of two takes twice as long.
     overlap = Overlap(compute_slower=2.0, collective_slower=2.0) if kernels == "cpu" else Overlap()
-    return Cluster(
+    cluster = Cluster(
         name="measured",
         device=found,
         tiers=(tier,),
@@ -130,6 +86,27 @@ def measure(
         level="measured",
         source=f"measure-cluster on {bench.ranks} ranks, torch {torch.__version__}",
     )
+    return _with_unlike(cluster, bench, ranks_per_node or bench.ranks) if unlike and together else cluster
+
+
+def _with_unlike(cluster: Cluster, bench: Bench, per_node: int) -> Cluster:
+    """Tiers are the best links that were found."""
+    each = per_node if per_node < bench.ranks else 1
+    bench = replace(bench, fastest=False)
+    found = measure_unlike(bench, each)
+    links = [(i, j) for i in range(found.blocks) for j in range(found.blocks) if i != j]
+    outer = Tier(
+        name="all",
+        ranks=bench.ranks,
+        bytes_per_s=max(found.bytes_per_s[i][j] for i, j in links),
+        latency_s=min(found.latency_s[i][j] for i, j in links),
+        per="group" if each > 1 else "rank",
+    )
+    inner: tuple[Tier, ...] = ()
+    if each > 1:
+        hop_s, rate = link_between(bench, 0, 1)
+        inner = (Tier(name="node", ranks=each, bytes_per_s=rate, latency_s=hop_s),)
+    return replace(cluster, tiers=(*inner, outer), unlike=found)
 
 
 def _in_turn(bench: Bench, dtype: torch.dtype, *sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
@@ -158,7 +135,7 @@ def _cores(bench: Bench) -> float:
             host_ranks(bench.group).barrier()
         if bench.group is None or dist.get_rank(bench.group) == rank:
             alone_s = alone.seconds(lambda: one @ other)
-    alone_s = bench._largest(alone_s)
+    alone_s = bench.agreed(alone_s)
     return min(float(bench.ranks), bench.ranks * alone_s / together_s)
 
 
@@ -266,7 +243,7 @@ def _collectives_of(bench: Bench, group: dist.ProcessGroup | None, n: int) -> li
 
 
 def _never_falling(values: Sequence[float]) -> list[float]:
-    """The nearest sequence, by squares, that does not fall (isotonic regression by pooling): a larger message is not faster."""
+    """The nearest sequence, by squares, that does not fall (isotonic regression): no larger message is faster."""
     pools: list[tuple[float, int]] = []  # (mean, how many)
     for value in values:
         pools.append((value, 1))
@@ -286,8 +263,8 @@ def _to_the_next(whole: Tensor, other: Tensor, group: dist.ProcessGroup | None) 
         work.wait()
 
 
-def write_measured(path: Path, device_type: str) -> Cluster:
-    """Measure on the ranks of the launcher, or on this one alone; the first rank writes the file."""
+def write_measured(path: Path, device_type: str, *, unlike: bool = False) -> Cluster:
+    """Measure on the ranks of the launcher, or on this one alone; the first rank writes the file. unlike: see `measure`."""
     from datetime import timedelta
 
     from meshkit.mesh.world import start_world
@@ -296,7 +273,10 @@ def write_measured(path: Path, device_type: str) -> Cluster:
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     try:
         alone = dist.get_world_size() == 1
-        cluster = measure(device, group=None if alone else dist.group.WORLD)
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if unlike else 0
+        cluster = measure(
+            device, group=None if alone else dist.group.WORLD, ranks_per_node=per_node or None, unlike=unlike
+        )
         if dist.get_rank() == 0:
             cluster.write(path)
     finally:

@@ -1,0 +1,79 @@
+"""Measuring what is unlike: the speed of each block of ranks, and the link between any two, one pair after the other."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+
+from meshkit.cluster._bench import Bench
+from meshkit.cluster._unlike import Matrix, Unlike
+from meshkit.mesh import host_ranks
+
+ALIKE = 0.05  # of a speed, which is noise
+LEAST, MOST, ENOUGH_S = 1 << 16, 1 << 24, 0.05  # bytes of a message; one that takes so long is large enough
+TURNS = 20  # of a small message back and forth
+
+
+def measure_unlike(bench: Bench, each: int) -> Unlike:
+    """Blocks of `each` consecutive ranks. A collective of all ranks.
+
+    speed: of a product while all ranks compute, the slowest rank of a block beside the fastest block. Links: between the
+    first ranks of two blocks while all others wait, each way.
+    """
+    assert bench.group is not None
+    blocks = [list(range(first, first + each)) for first in range(0, bench.ranks, each)]
+    return Unlike(each=each, speed=_speeds(bench, blocks), **_links(bench, [block[0] for block in blocks]))
+
+
+def _speeds(bench: Bench, blocks: list[list[int]]) -> tuple[float, ...]:
+    one, other = (torch.randn(size, device=bench.device) for size in ((256, 512), (512, 1024)))
+    assert bench.group is not None
+    # Each rank for itself: in `seconds` all say what the slowest does.
+    host_ranks(bench.group).barrier()
+    own_s = Bench(device=bench.device).seconds(lambda: one @ other)
+    seconds = torch.zeros(bench.ranks, dtype=torch.float64, device=bench.device)
+    seconds[dist.get_rank(bench.group)] = own_s
+    dist.all_reduce(seconds, group=bench.group)
+    of_block = [max(float(seconds[rank]) for rank in block) for block in blocks]
+    fastest = min(of_block)
+    return tuple(1.0 if fastest / own > 1 - ALIKE else _rounded(fastest / own) for own in of_block)
+
+
+def _links(bench: Bench, firsts: list[int]) -> dict[str, Matrix]:
+    count = len(firsts)
+    rates, latencies = ([[0.0] * count for _ in range(count)] for _ in range(2))
+    for i, j in permutations(range(count), 2):
+        latencies[i][j], rates[i][j] = (_rounded(value) for value in link_between(bench, firsts[i], firsts[j]))
+    return {"bytes_per_s": tuple(map(tuple, rates)), "latency_s": tuple(map(tuple, latencies))}
+
+
+def link_between(bench: Bench, one: int, other: int) -> tuple[float, float]:
+    """(seconds of a hop, bytes/s) from one rank to another; the same on all ranks."""
+    group, rank = bench.group, dist.get_rank(bench.group)
+    small = torch.zeros(1, device=bench.device)
+
+    def there_and_back(message: torch.Tensor) -> None:
+        if rank == one:
+            dist.send(message, group=group, group_dst=other)
+            dist.recv(small, group=group, group_src=other)
+        elif rank == other:
+            dist.recv(message, group=group, group_src=one)
+            dist.send(small, group=group, group_dst=one)
+
+    there_and_back(small)
+    hop_s = bench.timed(lambda: there_and_back(small), TURNS) / TURNS / 2
+    size = LEAST
+    while True:
+        message = torch.zeros(size // 4, device=bench.device)
+        there_and_back(message)
+        took_s = bench.timed(lambda message=message: there_and_back(message), 2) / 2  # type: ignore[misc]
+        if took_s >= ENOUGH_S or size >= MOST:
+            return hop_s, size / max(took_s - 2 * hop_s, 1e-9)
+        size *= 4
+
+
+def _rounded(value: float) -> float:
+    """To two digits: what differs less is noise, and blocks that are alike need not be tried in all orders."""
+    return float(f"{value:.2g}")
