@@ -1,6 +1,6 @@
 """Is a placement that was found faster than the ranks as they come, on unlike links and a throttled rank?
 
-    python -m benchmarks.placement --record      # six minutes; as root, for network namespaces; rows in results/placement.jsonl
+    python -m benchmarks.placement --record    # six minutes; as root, for network namespaces; results/placement.jsonl
 
 Four ranks with a network card each, on a switch on which what 0 and 1, and 2 and 3, send each other goes at --rate; rank 3 is
 stopped for half of the time. They measure what is unlike, `mk.place` finds an order of ranks and stages, and steps of both

@@ -13,7 +13,7 @@ from meshkit.cluster._toml import read_table, table_of, toml_text
 from meshkit.cluster._unlike import Unlike
 from meshkit.errors import ClusterError
 
-Per = Literal["rank", "group"]
+Per = Literal["rank", "rail", "group"]
 Level = Literal["datasheet", "measured", "traced"]
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 DATASHEETS = Path(__file__).parent / "datasheets"
@@ -24,8 +24,10 @@ class Tier:
     """Ranks that reach one another over one kind of link: a node's NVLink, a rail of NICs, the spine above.
 
     ranks: consecutive ones that the tier holds. bytes_per_s: one way; per "rank" each has a link of its own into the tier,
-    per "group" all ranks of the tier below share one, as a node shares its NIC. oversubscribed: by how much less the switches
-    carry than their links. efficiency: the share of the bandwidth that a large message gets. latency_s: of one hop.
+    per "group" all ranks of the tier below share one, as a node shares its NIC. Per "rail" each has one of its own, but to
+    ranks at the same place of other nodes alone (rail-only network): what an all-to-all sends to others is forwarded inside
+    of a node. oversubscribed: by how much less the switches carry than their links. efficiency: the share of the bandwidth
+    that a large message gets. latency_s: of one hop.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Tier:
                 "a latency of at least 0."
             )
         if self.per not in get_args(Per):
-            raise ClusterError(f"tier {self.name!r}: per={self.per!r}: choose rank or group.")
+            raise ClusterError(f"tier {self.name!r}: per={self.per!r}: choose rank, rail or group.")
         if not self.oversubscribed >= 1:
             raise ClusterError(f"tier {self.name!r}: oversubscribed={self.oversubscribed!r}: a factor of at least 1.")
         if not 0 < self.efficiency <= 1:

@@ -90,7 +90,7 @@ def ring_bytes_per_s(cluster: Cluster, place: Place) -> float:
 def _uplink_share(cluster: Cluster, place: Place, tier: int) -> float:
     """The group's part of what leaves one block of the tier below: that of its ranks there."""
     outer, block = cluster.tiers[tier], cluster.tiers[tier - 1].ranks
-    uplink = outer.carried_bytes_per_s * (block if outer.per == "rank" else 1)
+    uplink = outer.carried_bytes_per_s * (1 if outer.per == "group" else block)
     return uplink * place.inside[tier - 1] / block
 
 
@@ -141,17 +141,26 @@ def _modelled_s(cluster: Cluster, place: Place, op: str, size: float) -> float:
 
 
 def _all_to_all_s(cluster: Cluster, size: float, place: Place) -> float:
-    """Each tier carries the part for ranks that no tier below it reaches; tiers send at the same time."""
-    slowest, hops_s, below = 0.0, 0.0, 1
-    for index, tier in enumerate(cluster.tiers[: place.outermost + 1]):
+    """Each tier carries the part for ranks that no tier below it reaches; tiers send at the same time.
+
+    Without a spine, what goes to another place of another node is first sent to the rank of that place in this one, over the
+    tier below, which carries it besides (Wang et al. 2023, rail-only networks).
+    """
+    slowest, hops_s, forward_s, below = 0.0, 0.0, 0.0, 1
+    tiers = cluster.tiers[: place.outermost + 1]
+    for index, tier in enumerate(tiers):
         others = place.inside[index] - below
         below = place.inside[index]
+        if (above := index + 1) < len(tiers) and tiers[above].per == "rail":
+            away = place.inside[above] - below
+            others += away * (below - 1) / below
+            forward_s += tier.latency_s if away and below > 1 else 0.0
         rate = tier.carried_bytes_per_s
         if index:  # a rank's own part of the uplink
             rate = _uplink_share(cluster, place, index) / place.inside[index - 1]
         slowest = max(slowest, size * others / (place.ranks - 1) / rate)
         hops_s = max(hops_s, tier.latency_s * log2(others + 1)) if others else hops_s
-    return hops_s + slowest
+    return hops_s + forward_s + slowest
 
 
 def _curve(cluster: Cluster, op: str, place: Place) -> Measured | None:

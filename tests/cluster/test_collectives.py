@@ -83,6 +83,25 @@ def test_an_all_to_all_sends_to_each_tier_its_part() -> None:
     assert collective_s(NODES, "all_to_all", GB, Place(16, (4, 16))) == pytest.approx(expected)
 
 
+def test_without_a_spine_an_all_to_all_is_forwarded_inside_of_the_node() -> None:
+    rails = replace(NODES, tiers=(NODES.tiers[0], replace(NODES.tiers[1], per="rail")))
+    place = Place(16, (8, 16))
+    spine_s = collective_s(NODES, "all_to_all", GB, place)
+    assert spine_s == pytest.approx(log2(9) * 1e-5 + GB * 8 / 15 / 10e9)
+    # The rails carry as much; NVLink what stays and seven eighths of what leaves.
+    assert collective_s(rails, "all_to_all", GB, place) == pytest.approx(1e-6 + spine_s)
+    slow = replace(rails, tiers=(replace(rails.tiers[0], bytes_per_s=5e9), rails.tiers[1]))
+    assert collective_s(slow, "all_to_all", GB, place) == pytest.approx(
+        1e-6 + log2(9) * 1e-5 + GB * (7 / 15 + 8 / 15 * 7 / 8) / 5e9
+    )
+    # Rings, and groups of one rank in each node, send on their rails anyway.
+    for op in ("all_gather", "all_reduce", "send"):
+        assert collective_s(rails, op, GB, place) == collective_s(NODES, op, GB, place)
+    assert collective_s(rails, "all_to_all", GB, Place(2, (1, 2))) == collective_s(
+        NODES, "all_to_all", GB, Place(2, (1, 2))
+    )
+
+
 def test_a_hop_between_nodes() -> None:
     assert hop_s(NODES, GB, 0, 8) == pytest.approx(1e-5 + GB / 10e9)
     assert hop_s(NODES, GB, 0, 1) == pytest.approx(1e-6 + GB / 100e9)
