@@ -149,7 +149,7 @@ def _all_to_all_s(cluster: Cluster, size: float, place: Place) -> float:
     slowest, hops_s, forward_s, below = 0.0, 0.0, 0.0, 1
     tiers = cluster.tiers[: place.outermost + 1]
     for index, tier in enumerate(tiers):
-        others = place.inside[index] - below
+        others: float = place.inside[index] - below
         below = place.inside[index]
         if (above := index + 1) < len(tiers) and tiers[above].per == "rail":
             away = place.inside[above] - below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 
 import torch
@@ -13,6 +14,7 @@ from meshkit.mesh import host_ranks
 
 ALIKE = 0.05  # of a speed, which is noise
 LEAST, MOST, ENOUGH_S = 1 << 16, 1 << 24, 0.05  # bytes of a message; one that takes so long is large enough
+ROUNDS, ROUND_S = 5, 0.5  # of products, while all ranks compute
 TURNS = 20  # of a small message back and forth
 
 
@@ -30,15 +32,22 @@ def measure_unlike(bench: Bench, each: int) -> Unlike:
 def _speeds(bench: Bench, blocks: list[list[int]]) -> tuple[float, ...]:
     one, other = (torch.randn(size, device=bench.device) for size in ((256, 512), (512, 1024)))
     assert bench.group is not None
-    # Each rank for itself: in `seconds` all say what the slowest does.
-    host_ranks(bench.group).barrier()
-    own_s = Bench(device=bench.device).seconds(lambda: one @ other)
-    seconds = torch.zeros(bench.ranks, dtype=torch.float64, device=bench.device)
-    seconds[dist.get_rank(bench.group)] = own_s
-    dist.all_reduce(seconds, group=bench.group)
-    of_block = [max(float(seconds[rank]) for rank in block) for block in blocks]
-    fastest = min(of_block)
-    return tuple(1.0 if fastest / own > 1 - ALIKE else _rounded(fastest / own) for own in of_block)
+    calls = torch.zeros(ROUNDS, bench.ranks, dtype=torch.float64, device=bench.device)
+    for each in calls:
+        host_ranks(bench.group).barrier()
+        end, count = time.perf_counter() + ROUND_S, 0
+        while time.perf_counter() < end:
+            for _ in range(4):
+                one @ other
+            if bench.device.type == "cuda":
+                torch.cuda.synchronize(bench.device)
+            count += 4
+        each[dist.get_rank(bench.group)] = count
+    dist.all_reduce(calls, group=bench.group)
+    of_rank = calls.median(dim=0).values.tolist()
+    of_block = [min(of_rank[rank] for rank in block) for block in blocks]
+    fastest = max(of_block)
+    return tuple(1.0 if own / fastest > 1 - ALIKE else _rounded(own / fastest) for own in of_block)
 
 
 def _links(bench: Bench, firsts: list[int]) -> dict[str, Matrix]:

@@ -65,7 +65,7 @@ NODE = Tier(name="node", ranks=4, bytes_per_s=1e9, latency_s=1e-6)
         ),
         (lambda: replace(NODE, ranks=0), "ranks=0: a whole number"),
         (lambda: replace(NODE, bytes_per_s=0.0), "bytes_per_s=0.0"),
-        (lambda: replace(NODE, per="switch"), "per='switch': choose rank or group"),  # type: ignore[arg-type]
+        (lambda: replace(NODE, per="switch"), "per='switch': choose rank, rail or group"),  # type: ignore[arg-type]
         (lambda: replace(DEVICE, flops_per_s={}), "give the peak of each dtype"),
         (lambda: DEVICE.peak_flops_per_s("float8"), "d has no peak for float8, only for float32"),
         (lambda: Measured(op="gossip", tier="node", ranks=2, points=((1, 1),)), "op='gossip': choose one of"),

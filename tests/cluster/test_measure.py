@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshkit.cluster import Cluster, Op, _bench, kernel_s, measure
+from meshkit.cluster import Cluster, Op, _bench, _measure_unlike, kernel_s, measure
 from meshkit.cluster._cluster import OPS
 from tests.world import pool
 
@@ -18,6 +18,7 @@ def measured(path: str, per_node: int | None = None, unlike: bool = False) -> No
     with (
         mock.patch.multiple(measure, ELEMENTS={"cpu": (1 << 10, 1 << 12)}, MESSAGES=(1 << 8, 1 << 14), PRODUCTS=1),
         mock.patch.multiple(_bench, LEAST_S=5e-4, REPEATS=1),
+        mock.patch.multiple(_measure_unlike, MOST=1 << 18, TURNS=2, ROUND_S=0.02),
     ):
         group = dist.group.WORLD if dist.get_world_size() > 1 else None
         found = measure.measure(torch.device("cpu"), group=group, ranks_per_node=per_node, unlike=unlike)
