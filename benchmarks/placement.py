@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -26,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 import meshkit as mk
+from benchmarks.namespaces import ROOT, on_switch, run_ranks
 from benchmarks.rows import environment, spread
 from meshkit.cluster import Cluster
 from meshkit.cluster.measure import write_measured
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
 from meshkit.strategy import Strategy
-from tests.faults.switch import Switch, switch
+from tests.faults.switch import CARD, Switch, switch
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "placement.jsonl"
 CONFIG = LlamaConfig(
     vocab_size=1024,
@@ -51,7 +49,7 @@ WARMUP, STEPS = 2, 6
 BEAT_S = 0.01  # for which the throttled rank is stopped, and lives
 
 
-def rank_main(rank: int, folder: Path, strategy: Path | None) -> None:
+def rank_main(folder: Path, strategy: Path | None) -> None:
     """One process: measures with the others, or trains."""
     if strategy is None:
         write_measured(folder / "cluster.toml", "cpu", unlike=True)
@@ -83,41 +81,19 @@ def rank_main(rank: int, folder: Path, strategy: Path | None) -> None:
 
 def world(net: Switch, folder: Path, strategy: Path | None) -> None:
     """Four ranks, the last of them throttled, until all have ended."""
-    ranks = []
-    for rank in range(net.size):
-        lines = (
-            "import sys; from pathlib import Path; from tests.faults.switch import Switch",
-            f"net = Switch({net.size}); net.name = {net.name!r}; net.enter({rank})",
-            "from benchmarks.placement import rank_main",
-            f"rank_main({rank}, Path({str(folder)!r}), {f'Path({str(strategy)!r})' if strategy else None})",
-        )
-        of_rank = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(net.size),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": net.addresses[0],
-            "MASTER_PORT": "29555",
-            "GLOO_SOCKET_IFNAME": "card0",
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", "\n".join(lines)], env={**os.environ, **of_rank}, cwd=ROOT)
-        )
-    end = time.monotonic() + 300
-    try:
-        while any(each.poll() is None for each in ranks):
-            if time.monotonic() > end:
-                raise TimeoutError("the ranks did not end within 300 s")
-            for beat in (signal.SIGSTOP, signal.SIGCONT):
-                if ranks[-1].poll() is None:
-                    ranks[-1].send_signal(beat)
-                time.sleep(BEAT_S)
-    finally:
-        for each in ranks:
-            each.kill()
-    if any(each.returncode for each in ranks):
-        raise RuntimeError(f"ranks ended with {[each.returncode for each in ranks]}")
+
+    def beat(ranks: list[subprocess.Popen[bytes]]) -> None:
+        for signal_ in (signal.SIGSTOP, signal.SIGCONT):
+            if ranks[-1].poll() is None:
+                ranks[-1].send_signal(signal_)
+            time.sleep(BEAT_S)
+
+    code = (
+        "from pathlib import Path; from benchmarks.placement import rank_main; "
+        f"rank_main(Path({str(folder)!r}), {f'Path({str(strategy)!r})' if strategy else None})"
+    )
+    commands = [on_switch(net, rank, code) for rank in range(net.size)]
+    run_ranks(commands, address=net.addresses[0], card=CARD, timeout_s=300, meanwhile=beat)
 
 
 def compare(

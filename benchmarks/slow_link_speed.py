@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 import meshkit as mk
 from benchmarks.far_link import CARD as FAR
+from benchmarks.namespaces import ROOT, run_ranks
 from benchmarks.rows import environment
 from meshkit.mesh import replica_mesh
 from meshkit.models import LLAMA_PLAN, Llama, LlamaConfig
@@ -35,7 +35,6 @@ from meshkit.strategy import DataPolicy
 from tests.faults.hosts import CARD as NEAR
 from tests.faults.hosts import Hosts, two_hosts
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "slow_links.jsonl"
 MESH, ROWS, SEQ_LEN, PERIOD = "dp_replicate=2 dp_shard=2", 1, 256, 48
 CONFIG = LlamaConfig(
@@ -51,7 +50,7 @@ CONFIG = LlamaConfig(
 # (policy of local updates, wires, steps before the clock starts, steps on the clock)
 RUNS: dict[str, tuple[Policy | None, DataPolicy, int, int]] = {
     "summed": (None, DataPolicy(), 2, 4),
-    "wires int8/int4": (None, DataPolicy(gather="int8", reduce="int4"), 2, 8),
+    "wires int4": (None, DataPolicy(reduce="int4"), 2, 8),  # gathers stay inside of a host
     "alone": (DiLoCo(every=10_000), DataPolicy(), 2, PERIOD),
     "DiLoCo": (DiLoCo(every=PERIOD), DataPolicy(), PERIOD, PERIOD),
     "Streaming DiLoCo": (
@@ -76,7 +75,7 @@ def at_rest(card: str) -> int:
     """`crossing`, once nothing travels any more: what a meeting has sent goes on beside the next steps."""
     sent = crossing(card)
     while True:
-        time.sleep(0.5)
+        time.sleep(2.0)
         if (now := crossing(card)) - sent < 1000:
             return now
         sent = now
@@ -176,32 +175,12 @@ def over(hosts: Hosts, mbit: float, delay_s: float, names: list[str]) -> dict[st
     print(f"{mbit:g} Mbit/s, {delay_s * 1e3:g} ms", flush=True)
     with tempfile.TemporaryDirectory() as temporary, link(hosts, mbit, delay_s) as (card, address):
         folder = Path(temporary)
-        ranks = []
-        for rank in range(4):
-            code = (
-                "from pathlib import Path; from benchmarks.slow_link_speed import rank_main; "
-                f"rank_main({card!r}, Path({str(folder)!r}), {names!r})"
-            )
-            of_rank = {
-                "RANK": str(rank),
-                "WORLD_SIZE": "4",
-                "LOCAL_RANK": str(rank % 2),
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": address,
-                "MASTER_PORT": "29556",
-                "GLOO_SOCKET_IFNAME": card,
-                "OMP_NUM_THREADS": "1",
-            }
-            command = hosts.command(rank // 2, [sys.executable, "-c", code])
-            ranks.append(subprocess.Popen(command, env={**os.environ, **of_rank}, cwd=ROOT))
-        try:
-            for each in ranks:
-                each.wait(900)
-        finally:
-            for each in ranks:
-                each.kill()
-        if any(each.returncode for each in ranks):
-            raise RuntimeError(f"ranks ended with {[each.returncode for each in ranks]}")
+        code = (
+            "from pathlib import Path; from benchmarks.slow_link_speed import rank_main; "
+            f"rank_main({card!r}, Path({str(folder)!r}), {names!r})"
+        )
+        commands = [hosts.command(rank // 2, [sys.executable, "-c", code]) for rank in range(4)]
+        run_ranks(commands, address=address, card=card, per_node=2)
         return _read(folder)
 
 

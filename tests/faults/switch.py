@@ -20,6 +20,7 @@ class Switch:
     def __init__(self, size: int) -> None:
         self.size, self.name = size, f"meshkit-{os.getpid()}"
         self.addresses = [f"10.78.0.{rank + 1}" for rank in range(size)]
+        self._slowed: dict[int, list[int]] = {}  # ranks that a rank's messages to are slow
 
     def space(self, rank: int) -> str:
         return f"{self.name}-{rank}"
@@ -41,13 +42,25 @@ class Switch:
     def slow_down(self, one: int, other: int, rate: str) -> None:
         """What these two send each other goes at this rate ("20mbit"); what they send others is as before."""
         for source, target in ((one, other), (other, one)):
-            tc = ["tc", "-n", self.space(source)]
-            _run(*tc, "qdisc", "replace", "dev", CARD, "root", "handle", "1:", "htb", "default", "10")
-            _run(*tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:10", "htb", "rate", "10gbit")
+            tc, slowed = ["tc", "-n", self.space(source)], self._slowed.setdefault(source, [])
+            if not slowed:
+                _run(*tc, "qdisc", "replace", "dev", CARD, "root", "handle", "1:", "htb", "default", "10")
+                _run(*tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:10", "htb", "rate", "10gbit")
+            slowed.append(target)
+            of_link = f"1:{10 + len(slowed)}"
             _run(
-                *tc, "class", "add", "dev", CARD, "parent", "1:", "classid", "1:20", "htb", "rate", rate, "burst", "2k"
+                *tc,
+                "class",
+                "add",
+                "dev",
+                CARD,
+                "parent",
+                "1:",
+                "classid",
+                of_link,
+                *f"htb rate {rate} burst 2k".split(),
             )
-            match = ["match", "ip", "dst", f"{self.addresses[target]}/32", "flowid", "1:20"]
+            match = ["match", "ip", "dst", f"{self.addresses[target]}/32", "flowid", of_link]
             _run(*tc, "filter", "add", "dev", CARD, "protocol", "ip", "parent", "1:0", "prio", "1", "u32", *match)
 
     def enter(self, rank: int) -> None:
