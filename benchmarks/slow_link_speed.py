@@ -36,7 +36,7 @@ from tests.faults.hosts import CARD as NEAR
 from tests.faults.hosts import Hosts, two_hosts
 
 RESULTS = ROOT / "benchmarks" / "results" / "slow_links.jsonl"
-MESH, ROWS, SEQ_LEN, PERIOD = "dp_replicate=2 dp_shard=2", 1, 256, 48
+MESH, ROWS, PERIOD = "dp_replicate=2 dp_shard=2", 1, 48
 CONFIG = LlamaConfig(
     vocab_size=4096,
     hidden_size=192,
@@ -45,7 +45,7 @@ CONFIG = LlamaConfig(
     num_attention_heads=6,
     num_key_value_heads=2,
     head_dim=32,
-    max_position_embeddings=SEQ_LEN,
+    max_position_embeddings=256,
 )
 # (policy of local updates, wires, steps before the clock starts, steps on the clock)
 RUNS: dict[str, tuple[Policy | None, DataPolicy, int, int]] = {
@@ -81,17 +81,17 @@ def at_rest(card: str) -> int:
         sent = now
 
 
-def explained(run: mk.Run, outer: OuterOptimizer | None, steps: int) -> float:
+def explained(run: mk.Run, outer: OuterOptimizer | None, steps: int, seq_len: int) -> float:
     """Bytes that leave a host over dp_replicate, in so many steps: of its two ranks."""
     if outer is not None:
         period = outer.period
         return 2 * period.sent_bytes * steps / period.steps if steps >= period.steps else 0.0
-    said = mk.explain(run, rows=ROWS, seq_len=SEQ_LEN)
+    said = mk.explain(run, rows=ROWS, seq_len=seq_len)
     shares = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "all_to_all": 1.0}  # of two ranks
     return 2 * steps * sum(each.bytes * shares[each.op] for each in said.traffic if each.axis == "dp_replicate")
 
 
-def timed(name: str, mesh: mk.Mesh, card: str) -> dict[str, float]:
+def timed(name: str, mesh: mk.Mesh, card: str, seq_len: int) -> dict[str, float]:
     policy, data, before, steps = RUNS[name]
     with torch.device("meta"):
         model = Llama(CONFIG)
@@ -100,7 +100,7 @@ def timed(name: str, mesh: mk.Mesh, card: str) -> dict[str, float]:
     optimizer = mk.adamw(run, lr=1e-4)
     outer = None if policy is None else OuterOptimizer(run, optimizer, mesh, policy)
     torch.manual_seed(dist.get_rank())
-    ids = torch.randint(0, CONFIG.vocab_size, (ROWS, SEQ_LEN + 1))
+    ids = torch.randint(0, CONFIG.vocab_size, (ROWS, seq_len + 1))
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     for step in range(before + steps):
         if step == before:
@@ -118,21 +118,21 @@ def timed(name: str, mesh: mk.Mesh, card: str) -> dict[str, float]:
     dist.barrier()
     sent = at_rest(card) - before_bytes
     dist.barrier()
-    said = explained(run, outer, steps)
+    said = explained(run, outer, steps, seq_len)
     if outer is not None:
         outer.meet()
     return {
         "step_s": round(took_s / steps, 4),
-        "tokens_per_s": round(4 * ROWS * SEQ_LEN * steps / took_s, 1),
+        "tokens_per_s": round(4 * ROWS * seq_len * steps / took_s, 1),
         "sent_bytes": sent,
         "explained_bytes": round(said),
     }
 
 
-def rank_main(card: str, folder: Path, names: list[str]) -> None:
+def rank_main(card: str, folder: Path, names: list[str], seq_len: int) -> None:
     mesh = mk.init_mesh(MESH, device_type="cpu", timeout=timedelta(minutes=5))
     for name in names:
-        found = timed(name, mesh, card)
+        found = timed(name, mesh, card, seq_len)
         if dist.get_rank() == 0:
             print(f"  {name}: {found}", flush=True)
             (folder / "found.json").write_text(json.dumps({**_read(folder), name: found}))
@@ -171,13 +171,13 @@ def link(hosts: Hosts, mbit: float, delay_s: float) -> Iterator[tuple[str, str]]
         far.wait(10)
 
 
-def over(hosts: Hosts, mbit: float, delay_s: float, names: list[str]) -> dict[str, Any]:
+def over(hosts: Hosts, mbit: float, delay_s: float, names: list[str], seq_len: int) -> dict[str, Any]:
     print(f"{mbit:g} Mbit/s, {delay_s * 1e3:g} ms", flush=True)
     with tempfile.TemporaryDirectory() as temporary, link(hosts, mbit, delay_s) as (card, address):
         folder = Path(temporary)
         code = (
             "from pathlib import Path; from benchmarks.slow_link_speed import rank_main; "
-            f"rank_main({card!r}, Path({str(folder)!r}), {names!r})"
+            f"rank_main({card!r}, Path({str(folder)!r}), {names!r}, {seq_len})"
         )
         commands = [hosts.command(rank // 2, [sys.executable, "-c", code]) for rank in range(4)]
         run_ranks(commands, address=address, card=card, per_node=2)
@@ -189,18 +189,19 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, nargs="*", default=[1000.0, 100.0, 20.0])
     parser.add_argument("--delay-ms", type=float, nargs="*", default=[0.0, 50.0], help="of each way")
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--seq-len", type=int, default=256, help="of a rank's one row; fewer tokens, more link")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     for mbit in options.mbit:
         for delay_ms in options.delay_ms:
             with two_hosts() as hosts:
-                found = over(hosts, mbit, delay_ms / 1e3, options.only)
+                found = over(hosts, mbit, delay_ms / 1e3, options.only, options.seq_len)
             row = {
                 **environment(),
                 "question": "tokens a second over a slow link",
                 "mesh": MESH,
                 "parameters": 3_000_000,
-                "tokens_a_step": 4 * ROWS * SEQ_LEN,
+                "tokens_a_step": 4 * ROWS * options.seq_len,
                 "period": PERIOD,
                 "mbit": mbit,
                 "delay_ms": delay_ms,
