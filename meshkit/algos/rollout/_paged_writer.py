@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens
-from meshkit.algos.rollout._batch import row_of
+from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens, noise_of
+from meshkit.algos.rollout._batch import RowOfTokens, row_of
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._fingerprints import features_of, top_entries
 from meshkit.algos.rollout._kept import KeptCache
@@ -46,7 +46,9 @@ class PagedWriter:
         self._run, self._sampling, self._stopping = run, sampling, stopping
         self._kept, self._cache = cache, cache.store
         self._scheduler = Scheduler(sampling, cache.policy, self._cache.pages, cache.prefixes if kept else None)
-        self._logit_tokens = torch.empty(0, dtype=torch.int64)
+        self._row: RowOfTokens | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64)
+        self._noise = noise_of([], run.mesh.device)
         self._routing = routing
         if routing and self._cache.choices is None:
             place = open_routers(run.model)
@@ -69,17 +71,20 @@ class PagedWriter:
 
     def step(self, version: int) -> list[Answer]:
         run, step = self._run, self._scheduler.next_step()
-        # With sequence parallelism tp splits the row of tokens evenly.
-        multiple = run.mesh.spec.tp if run.resolved.sequence else 1
-        row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
-        self._logit_tokens = row.logit_tokens
+        if step.goes_on and self._row is not None and self._row.logit_tokens is None:
+            row = self._row.go_on(self._drawn)
+        else:
+            # With sequence parallelism tp splits the row of tokens evenly.
+            multiple = run.mesh.spec.tp if run.resolved.sequence else 1
+            row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
+        self._row = row
         self._cache.copy(*step.copies_before)
         with ExitStack() as stack:
             recorded = stack.enter_context(recording()) if self._routing else {}
             logits = run.infer(row.inputs, _logits)
         if recorded:
             routers, choices_1TrK = stacked(run, recorded)
-            self._cache.write_choices(row.slots, routers, choices_1TrK[0, : len(row.slots)])
+            self._cache.write_choices(row.mask.places.slots, routers, choices_1TrK[0, : row.mask.tokens])
         # Only now: the copied pages hold the prompt that this forward computed.
         self._cache.copy(*step.copies)
         self._kept.count(step)
@@ -87,7 +92,9 @@ class PagedWriter:
         if not draws:
             return []
         answers = [sequence.answer for sequence in draws]
-        draw_tokens(run, logits, row.rows, answers, self._sampling, version=version)
+        if not step.goes_on:
+            self._noise = noise_of(answers, run.mesh.device)
+        self._drawn = draw_tokens(run, logits, row.rows, answers, self._noise, self._sampling, version=version)
         if self._features is not None:
             add_entries(run, self._codes, row.rows, answers, features=self._features)
         for answer in answers:
@@ -121,7 +128,9 @@ class PagedWriter:
             return
 
         def select(module: nn.Module, args: Any) -> Any:
-            hidden = args[0].index_select(1, self._logit_tokens)
+            hidden = args[0]
+            if self._row is not None and self._row.logit_tokens is not None:
+                hidden = hidden.index_select(1, self._row.logit_tokens)
             if self._features is not None:
                 self._codes = top_entries(hidden[0])
             return hidden, *args[1:]
