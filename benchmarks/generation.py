@@ -57,7 +57,6 @@ class Settings:
     write: bool = False
     """add a row to the results"""
 
-
     @property
     def cells(self) -> Iterator[Settings]:
         if not self.grid:

@@ -125,7 +125,9 @@ def draw_tokens(
     return drawn[0].long()
 
 
-def add_entries(run: Run, codes_BK: Tensor | None, rows: Tensor | None, answers: Sequence[Answer], *, features: int) -> None:
+def add_entries(
+    run: Run, codes_BK: Tensor | None, rows: Tensor | None, answers: Sequence[Answer], *, features: int
+) -> None:
     """Append the token just drawn to each answer's fingerprint, the same on all ranks of a data rank.
 
     codes_BK: `top_entries` of the hidden states that gave the logits; None on stages of pp but the last. rows: [N], the one

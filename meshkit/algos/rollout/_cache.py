@@ -52,8 +52,8 @@ class CachePolicy:
 class Pages:
     """Reference counts of pages. The lowest free pages are taken first, so that the cache stays small.
 
-    At `limit` pages in use `evict` is asked to give one back before another is taken. allocated: the number of pages for which
-    the cache must have room.
+    At `limit` pages in use `evict` is asked to give one back before another is taken. allocated: for how many pages the cache
+    must have room.
     """
 
     def __init__(self) -> None:
@@ -220,9 +220,7 @@ class KeyValueCache:
         if len(stored.keys) < pages * size:
             # Exact at first: a short call never pays for room ahead.
             rows = int(pages * (self.GROWTH if len(stored.keys) else 1.0)) * size
-            stored = self._layers[layer] = _Layer(
-                stored.heads, _grown(stored.keys, rows), _grown(stored.values, rows)
-            )
+            stored = self._layers[layer] = _Layer(stored.heads, _grown(stored.keys, rows), _grown(stored.values, rows))
         return stored
 
 

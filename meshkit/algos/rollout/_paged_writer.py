@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens, noise_of
 from meshkit.algos.rollout._batch import RowOfTokens, row_of
+from meshkit.algos.rollout._blocks import Growing
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._fingerprints import features_of, top_entries
 from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._routing import stacked, summed
-from meshkit.algos.rollout._scheduler import Growing, Scheduler
+from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.loss.linear_logits import LinearLogits, head_of
 from meshkit.moe.replay import open_routers, recording
 from meshkit.step import Run

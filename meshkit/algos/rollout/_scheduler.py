@@ -126,7 +126,9 @@ class Scheduler:
             step.copies_before[0].extend(moves[0])
             step.copies_before[1].extend(moves[1])
             for begin in beside:
-                begin.spans, *others = [member.spans(0, member.cached, self._policy.page_tokens) for member in begin.members]
+                begin.spans, *others = [
+                    member.spans(0, member.cached, self._policy.page_tokens) for member in begin.members
+                ]
                 step.copies[0].extend(begin.spans * len(others))
                 step.copies[1].extend(chain(*others))
         begun = {id(member) for begin in step.begins for member in begin.members}

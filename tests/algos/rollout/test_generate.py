@@ -298,7 +298,9 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     assert [begin.group.answers[0].prompt.key for begin in step.begins] == [0]
     first, second, third = step.draws
     assert list(first.table[:2]) == list(second.table[:2]) == list(third.table[:2])
-    assert step.copies == tuple([Span(4 * each.table[2], 4) for each in row] for row in ((first, first), (second, third)))
+    assert step.copies == tuple(
+        [Span(4 * each.table[2], 4) for each in row] for row in ((first, first), (second, third))
+    )
     assert pages.used == 5
     for _ in range(3):
         step = scheduler.next_step()
