@@ -34,7 +34,8 @@ def spans_of(table: np.ndarray, begin: int, end: int, page_tokens: int) -> list[
 class Growing:
     """One answer whose keys and values are in the cache.
 
-    table: its pages; without a block then its last page again, up to the most pages any sequence may need.
+    table: its pages, then its last page again, up to the most pages any sequence may need; of one in a block empty, since its
+    pages follow from its place there, -1 before it has one.
     """
 
     group: Group
@@ -43,12 +44,14 @@ class Growing:
     table: np.ndarray
     pages: int
     block: Block | None = None
+    place: int = -1
 
     def spans(self, begin: int, end: int, page_tokens: int) -> list[Span]:
         """Where its tokens from `begin` to `end` are."""
         if self.block is None:
             return spans_of(self.table, begin, end, page_tokens)
-        return [Span(int(self.table[0]) * page_tokens, end - begin, self.pages * page_tokens, begin)]
+        first, stride = self.block.first + self.place * self.block.stride, self.block.stride
+        return [Span(first * page_tokens, end - begin, stride * page_tokens, begin)]
 
     def add_page(self, page: int) -> None:
         self.table[self.pages :] = page
@@ -166,18 +169,24 @@ class Blocks:
         if needed > stride:
             stride = needed + needed // ROOM
         first = self._pages.take_run(len(block.rows) * stride, at=block.first)
-        come = [row for row in block.rows if not row.pages]
-        there = [row for row in block.rows if row.pages]
-        places = {int(row.table[0]): row for row in there} if stride == block.stride else {}
-        stay = {index: row for index in range(len(there)) if (row := places.get(first + index * stride)) is not None}
-        staying = set(map(id, stay.values()))
-        others = iter([row for row in there if id(row) not in staying])
-        block.rows = [stay.get(index) or next(others) for index in range(len(there))] + come
-        for index, row in enumerate(block.rows):
-            start = first + index * stride
-            if row.pages and (row.table[0] != start or row.pages != stride):
+        stays = first == block.first and stride == block.stride
+        there = [row for row in block.rows if row.block is not None]
+        rows: list[Growing | None] = [None] * len(there)
+        moving = []
+        for row in there:
+            if stays and row.block is block and row.place < len(rows):
+                rows[row.place] = row
+            else:
+                moving.append(row)
                 copies[0].extend(row.spans(0, row.cached, self._page_tokens))
-            row.table, row.pages, row.block = np.arange(start, start + stride), stride, block
-            if len(copies[1]) < len(copies[0]):
-                copies[1].extend(row.spans(0, row.cached, self._page_tokens))
+        come = [row for row in block.rows if row.block is None]
+        others = iter([*moving, *come])
+        block.rows = [row or next(others) for row in [*rows, *([None] * len(come))]]
         block.first, block.stride, block.laid, block.stale = first, stride, len(block.rows), False
+        for place, row in enumerate(block.rows):
+            row.place = place
+        for row in come:
+            row.block = block
+        for row in moving:
+            row.block = block
+            copies[1].extend(row.spans(0, row.cached, self._page_tokens))

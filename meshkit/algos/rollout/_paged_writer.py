@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens, noise_of
 from meshkit.algos.rollout._batch import RowOfTokens, row_of
 from meshkit.algos.rollout._blocks import Growing
+from meshkit.algos.rollout._cache import Places
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._fingerprints import features_of, top_entries
 from meshkit.algos.rollout._kept import KeptCache
@@ -109,12 +110,10 @@ class PagedWriter:
     def _read_choices(self, ended: Sequence[Growing]) -> None:
         """Wire: with pp an all-reduce of them over it."""
         assert self._cache.choices is not None
-        size = self._cache.page_tokens
-        slots = [sequence.table[np.arange(sequence.cached) // size] * size for sequence in ended]
-        slots = [first + np.arange(len(first)) % size for first in slots]
-        index = torch.from_numpy(np.concatenate(slots)).to(self._cache.choices.device)
-        choices = summed(self._cache.choices.index_select(0, index), self._run.mesh["pp"]).cpu().numpy()
-        parts = np.split(choices, np.cumsum([len(each) for each in slots])[:-1])
+        size, device = self._cache.page_tokens, self._cache.choices.device
+        slots = Places.of([span for each in ended for span in each.spans(0, each.cached, size)], device).slots
+        choices = summed(self._cache.choices.index_select(0, slots), self._run.mesh["pp"]).cpu().numpy()
+        parts = np.split(choices, np.cumsum([each.cached for each in ended])[:-1])
         for sequence, part in zip(ended, parts, strict=True):
             # The last token is never put into the cache: no router has seen it.
             sequence.answer.routing = np.pad(part, ((0, 1), (0, 0), (0, 0)))
