@@ -234,6 +234,8 @@ class _Layer(NamedTuple):
 
 def _grown(stored: Tensor, rows: int) -> Tensor:
     # Zeros, not empty memory: attention multiplies rows that were never written before it masks them, and NaN would remain.
-    grown = stored.new_zeros(rows, *stored.shape[1:])
-    grown[: len(stored)] = stored
+    # The cache may outlive this call, and another may not be in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        grown = stored.new_zeros(rows, *stored.shape[1:])
+        grown[: len(stored)] = stored
     return grown
