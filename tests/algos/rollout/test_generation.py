@@ -242,15 +242,16 @@ def trains_after(kind: str) -> tuple[bool, bool]:
         run.model.layers[0].mlp.down_proj = nn.Sequential(run.model.layers[0].mlp.act, down)
     elif kind == "hook":
         run.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
-    kept = KeptCache()
-    modes = []
+    kept, modes, choose = KeptCache(), list[bool](), _answers.choose
+
+    def noted(*given: Any) -> Any:
+        modes.append(torch.is_inference_mode_enabled())
+        return choose(*given)
+
     for _ in range(2):
-        prompts = [Prompt(ids=np.array([3, 5]), key=0)]
         with pytest.MonkeyPatch.context() as patch:
-            choose = _answers.choose
-            patch.setattr(
-                _answers, "choose", lambda *all: modes.append(torch.is_inference_mode_enabled()) or choose(*all)
-            )
+            patch.setattr(_answers, "choose", noted)
+            prompts = [Prompt(ids=np.array([3, 5]), key=0)]
             generate(run, prompts, sampling=Sampling(max_new_tokens=3), cache=kept)
         handle = run.model.norm.register_forward_hook(
             lambda module, args, out: None
