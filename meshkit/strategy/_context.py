@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from meshkit.errors import PlanError
 from meshkit.plan.match import listed
 from meshkit.strategy._memory import Rates
+from meshkit.strategy._sparse import Sparse
 
 Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
 Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
@@ -31,6 +32,9 @@ class ContextPolicy:
     parallelism, hybrid data parallelism). Give cp the ranks of dp_shard: groups form inside of cp.
     tokens_per_rank: with these the most tokens of a rank in a microbatch. rates, node: what they count with, and how many
     consecutive ranks of cp are in a node.
+    sparse: attention sees only blocks of keys that are chosen at run time, by `BlockTopK` or `VerticalSlash`, in every layer
+    and with any cp, one rank too; what the mask hides stays hidden. Ranks hold blocks in turn (striped), and keys of blocks
+    travel only to ranks that chose them.
     """
 
     scheme: Scheme = "auto"
@@ -43,6 +47,7 @@ class ContextPolicy:
     tokens_per_rank: int | None = None
     rates: Rates = field(default_factory=Rates)
     node: int = 8
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", listed(self.whole, where="ContextPolicy", argument="whole"))
@@ -82,6 +87,35 @@ class ContextPolicy:
             )
 
         self._refuse_odd_groups()
+        self._refuse_odd_sparse()
+
+    def _refuse_odd_sparse(self) -> None:
+        if self.sparse is None:
+            return
+        if not isinstance(self.sparse, Sparse):
+            raise PlanError(
+                f"context sparse={self.sparse!r} is no choice of blocks. Give BlockTopK(block=64, top=16), or "
+                "VerticalSlash; a window with sinks is a mask: mk.Mask.causal(tokens, window=..., sinks=...)."
+            )
+        of = f"context sparse={type(self.sparse).__name__} with"
+        if self.scheme not in ("auto", "group_cast") or self.ulysses is not None:
+            raise PlanError(
+                f"{of} scheme={self.scheme!r} and ulysses={self.ulysses}: chosen blocks are sent directly to the ranks that "
+                "chose them. Leave scheme and ulysses away."
+            )
+        if self.balance != "auto" or self.slack:
+            raise PlanError(
+                f"{of} balance={self.balance!r} and slack={self.slack}: ranks hold whole blocks, in turn. Leave balance and "
+                "slack away."
+            )
+        if self.groups != "fixed":
+            raise PlanError(
+                f"{of} groups={self.groups!r}: these count with all pairs that the mask shows. Use groups='fixed'."
+            )
+
+    def reaches(self, ranks: int) -> bool:
+        """Whether attention goes over cp: on one rank that of chosen blocks alone."""
+        return ranks > 1 or self.sparse is not None
 
     def _refuse_odd_groups(self) -> None:
         if self.groups != "fixed" and self.groups not in get_args(Rule):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -21,14 +21,17 @@ from meshkit.core.attention_tiles import Tile, tiles
 from meshkit.mask import Band, Interval, Mask
 from meshkit.parallel.context._assign import Runs
 from meshkit.parallel.context._pattern import Pattern
+from meshkit.strategy import BlockTopK, Sparse, VerticalSlash
 
 KVExchange = Literal["ring", "all_gather", "group_cast"]
 KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")
+_SPARSE: tuple[type[Sparse], ...] = (BlockTopK, VerticalSlash)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """runs: the global tokens of each rank in its local order. lengths: local tokens of each rank, end padding included."""
+    """runs: the global tokens of each rank in its local order. lengths: local tokens of each rank, end padding included.
+    sparse: how blocks of keys are chosen, with the documents that are cut into blocks."""
 
     mask: Mask
     runs: tuple[Runs, ...]
@@ -36,6 +39,8 @@ class Layout:
     exchange: KVExchange
     ulysses: int = 1
     kv_heads: int = 1  # all_gather: key/value heads per message
+    sparse: Sparse | None = None
+    documents: Runs = ()
 
     @property
     def ranks(self) -> int:
@@ -124,6 +129,8 @@ class Layout:
             KV_EXCHANGES.index(self.exchange),
             self.ulysses,
             self.kv_heads,
+            0 if self.sparse is None else 1 + _SPARSE.index(type(self.sparse)),
+            len(self.documents),
         ]
         bands = [value for band in self.mask.bands for value in band]
         ranks = [
@@ -131,7 +138,9 @@ class Layout:
             for runs, length in zip(self.runs, self.lengths, strict=True)
             for value in (length, len(runs), *(edge for run in runs for edge in run))
         ]
-        return torch.tensor([*head, *bands, *ranks], dtype=torch.int64)
+        blocks = [edge for document in self.documents for edge in document]
+        chosen = () if self.sparse is None else astuple(self.sparse)
+        return torch.tensor([*head, *bands, *ranks, *blocks, *chosen], dtype=torch.int64)
 
 
 def layout_of(table: Tensor) -> Layout:
@@ -144,13 +153,16 @@ def layout_of(table: Tensor) -> Layout:
 def _decode(content: bytes) -> Layout:
     # A bytearray, since frombuffer warns of memory that cannot be written.
     values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
-    tokens, bands, ranks, exchange, ulysses, kv_heads = (next(values) for _ in range(6))
+    tokens, bands, ranks, exchange, ulysses, kv_heads, sparse, documents = (next(values) for _ in range(8))
     mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
     lengths, runs = [], []
     for _ in range(ranks):
         lengths.append(next(values))
         runs.append(tuple((next(values), next(values)) for _ in range(next(values))))
-    return Layout(mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange], ulysses, kv_heads)
+    blocks = tuple((next(values), next(values)) for _ in range(documents))
+    kind = _SPARSE[sparse - 1] if sparse else None
+    chosen = None if kind is None else kind(**dict(zip((each.name for each in fields(kind)), values, strict=True)))
+    return Layout(mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange], ulysses, kv_heads, chosen, blocks)
 
 
 @dataclass(frozen=True)

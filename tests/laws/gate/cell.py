@@ -13,6 +13,10 @@ MODELS = ("dense", "tied", "qwen", "window", "moe", "mla", "mlp", "transformers"
 MIXERS = ("delta", "mamba2")  # drawn by `draw_hybrid` alone, so that a seed draws what it drew
 ROUTED = ("moe", "mla")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo", "auto")
+SPARSE = {
+    "top": mk.strategy.BlockTopK(block=3, top=2),
+    "slash": mk.strategy.VerticalSlash(block=2, vertical=2, slash=2, queries=3),
+}
 GROUPS = ("by_length", "flexsp", "bytescale", "zeppelin")
 SPLITS_BACKWARD = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "auto")
 
@@ -50,6 +54,7 @@ class Cell:
     sequence: bool = False
     context: str = "auto"
     groups: str = "fixed"  # of cp; others are drawn by `draw_grouped` alone
+    sparse: str = ""  # of `SPARSE`, drawn by `draw_sparse` alone
     zero: int = 3
     recompute: str = "none"
     offload: str = "none"
@@ -93,7 +98,8 @@ class Cell:
         parts = ("parameters", "gradients", "states")
         found |= {f"{part}: {level}" for part, level in zip(parts, self.row, strict=False)} or {f"zero {zero}"}
         found |= {"sequence"} if self.sequence and spec.tp > 1 else set()
-        found |= {f"cp: {self.context if self.groups == 'fixed' else self.groups}"} if spec.cp > 1 else set()
+        how = self.sparse or (self.context if self.groups == "fixed" else self.groups)
+        found |= {f"cp: {how}"} if spec.cp > 1 or self.sparse else set()
         found |= {f"pp: {self.schedule}"} if spec.pp > 1 else set()
         found |= {f"recompute: {self.recompute}"} if self.recompute != "none" else set()
         found |= {f"offload: {self.offload}"} if self.offload != "none" else set()
@@ -298,6 +304,18 @@ def draw_grouped(seed: int, ranks: int) -> Cell:
         # The attention of "mlp" follows no documents, so it is refused.
         if cell.spec.cp > 1 and cell.model != "mlp" and not cell.refusals():
             return replace(cell, packing=rng.random() < 0.8)
+
+
+def draw_sparse(seed: int, ranks: int) -> Cell:
+    """A cell whose attention sees chosen blocks, mostly on cp; none that is refused. In fp64, for where scores of two blocks
+    are alike to rounding another one is chosen."""
+    rng = random.Random(f"sparse {seed} {ranks}")
+    while True:
+        cell = replace(_draw(rng, ranks), context="auto", precision="fp64", sparse=rng.choice(tuple(SPARSE)))
+        split = cell.spec.cp > 1 or rng.random() < 0.1
+        # "mlp" has no attention, and one device of "transformers" takes no mask of ours.
+        if split and cell.model not in ("mlp", "transformers") and not cell.refusals():
+            return replace(cell, packing=rng.random() < 0.5)
 
 
 def draw_sharded(seed: int, ranks: int) -> Cell:
