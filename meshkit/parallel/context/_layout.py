@@ -23,8 +23,8 @@ from meshkit.parallel.context._assign import Runs
 from meshkit.parallel.context._pattern import Pattern
 from meshkit.strategy import BlockTopK, Sparse, VerticalSlash
 
-KVExchange = Literal["ring", "all_gather", "group_cast"]
-KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")
+KVExchange = Literal["ring", "double_ring", "all_gather", "group_cast"]
+KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "double_ring", "all_gather", "group_cast")
 _SPARSE: tuple[type[Sparse], ...] = (BlockTopK, VerticalSlash)
 
 
@@ -39,6 +39,7 @@ class Layout:
     exchange: KVExchange
     ulysses: int = 1
     kv_heads: int = 1  # all_gather: key/value heads per message
+    node: int = 1  # double_ring: groups of a node
     sparse: Sparse | None = None
     documents: Runs = ()
 
@@ -129,6 +130,7 @@ class Layout:
             KV_EXCHANGES.index(self.exchange),
             self.ulysses,
             self.kv_heads,
+            self.node,
             0 if self.sparse is None else 1 + _SPARSE.index(type(self.sparse)),
             len(self.documents),
         ]
@@ -153,7 +155,7 @@ def layout_of(table: Tensor) -> Layout:
 def _decode(content: bytes) -> Layout:
     # A bytearray, since frombuffer warns of memory that cannot be written.
     values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
-    tokens, bands, ranks, exchange, ulysses, kv_heads, sparse, documents = (next(values) for _ in range(8))
+    tokens, bands, ranks, exchange, ulysses, kv_heads, node, sparse, documents = (next(values) for _ in range(9))
     mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
     lengths, runs = [], []
     for _ in range(ranks):
@@ -162,7 +164,8 @@ def _decode(content: bytes) -> Layout:
     blocks = tuple((next(values), next(values)) for _ in range(documents))
     kind = _SPARSE[sparse - 1] if sparse else None
     chosen = None if kind is None else kind(**dict(zip((each.name for each in fields(kind)), values, strict=True)))
-    return Layout(mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange], ulysses, kv_heads, chosen, blocks)
+    split = mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange]
+    return Layout(*split, ulysses, kv_heads, node, chosen, blocks)
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel calls and messages of one group. steps[t] computes with the keys of group (group - t)."""
+    """The kernel calls and messages of one group. steps[t] computes with the keys of group `owner_at(t)`."""
 
     layout: Layout
     group: int
     steps: list[Step]
     sends: list[tuple[Interval, ...]]  # group_cast: sends[t] are the keys that group (group + t) needs
+
+
+def owner_at(layout: Layout, group: int, t: int) -> int:
+    """Whose keys a group computes with in step t: of group - t, or in two levels first of all of its node, then of the node
+    before, ..."""
+    if layout.exchange != "double_ring":
+        return (group - t) % layout.groups
+    (home, place), (o, i) = divmod(group, layout.node), divmod(t, layout.node)
+    return (home - o) % (layout.groups // layout.node) * layout.node + (place - i) % layout.node
 
 
 @lru_cache(maxsize=1024)
@@ -194,7 +206,7 @@ def plan(layout: Layout, group: int) -> Plan:
     bands = layout.bands(group)
     steps = []
     for t in range(layout.groups):
-        owner = (group - t) % layout.groups
+        owner = owner_at(layout, group, t)
         visible = bands.get(owner, [])
         keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
         # A ring sends whole blocks on, needed here or not: the next group may need what this one does not.

@@ -12,7 +12,7 @@ from meshkit.mask import Mask
 from meshkit.parallel.context._assign import Runs, assign, cut, received, work
 from meshkit.parallel.context._blocks import blocks_of, pairs_of, striped
 from meshkit.parallel.context._layout import KVExchange, Layout
-from meshkit.parallel.context._traffic import Shape, choice_traffic, total, traffic
+from meshkit.parallel.context._traffic import Shape, across_nodes, choice_traffic, total, traffic
 from meshkit.strategy import Balance, ContextPolicy
 
 BALANCED = 1.05  # work of the busiest rank over the mean that "auto" accepts to send less
@@ -62,6 +62,12 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     reason = f"bytes a layer: {names[best]}"
     if len(candidates) > 1:
         reason += f", the fewest; {', '.join(name for name in names if name != names[best])}"
+    if policy.scheme == "double_ring" and ranks > 1:
+        two, one = (candidates[best][0], replace(candidates[best][0], exchange="ring"))
+        cards = [max(across_nodes(each, rank, shape, node=policy.node) for rank in range(ranks)) for each in (two, one)]
+        reason += (
+            f"; {cards[0]:,} over each network card of a node of {policy.node} ranks, {cards[1]:,} over one in a ring"
+        )
     return Choice(*candidates[best], reason)
 
 
@@ -122,7 +128,8 @@ def _candidates(
         # Balanced over groups only: the ranks of a group exchange tokens for heads, so each works on all of the group's.
         pieces = tuple(piece for group_runs in runs for piece in cut(group_runs, ulysses))
         lengths = tuple(padded_length(sum(after - first for first, after in piece), multiple) for piece in pieces)
-        layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
+        node = policy.node // ulysses if exchange == "double_ring" and ranks > 1 else 1
+        layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather, node)
         yield layout, balance, _imbalance(work(mask, runs))
 
 

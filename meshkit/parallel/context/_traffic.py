@@ -15,6 +15,7 @@ from torch import Tensor
 from meshkit.core.sharding import even_part
 from meshkit.parallel.context._blocks import blocks_of, pairs_of
 from meshkit.parallel.context._choose_blocks import long_documents, most_blocks
+from meshkit.parallel.context._double_ring import sent_inside_and_across
 from meshkit.parallel.context._layout import Layout, plan
 from meshkit.parallel.context._pieces import halo_of, hops_of
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
@@ -145,6 +146,14 @@ def _add_kv_exchange(
             backward["reduce_scatter", size * shape.sum_itemsize] += 1
         return
     kv, dkv = heads * token * shape.itemsize, heads * token * shape.sum_itemsize
+    if layout.exchange == "double_ring":
+        inside, across, back_inside, back_across = sent_inside_and_across(layout, group)
+        for tokens in (*inside, *across):
+            forward["send", tokens * kv] += 1
+            backward["send", tokens * kv] += 1
+        for tokens in (*back_inside, *back_across):
+            backward["send", tokens * dkv] += 1
+        return
     if layout.exchange == "ring":
         # Gradients make one hop more than keys: the last brings them home.
         for t in range(groups):
@@ -161,6 +170,24 @@ def _add_kv_exchange(
         forward["send", sent * kv] += 1
         backward["send", sent * kv] += 1
         backward["send", received * dkv] += 1
+
+
+def across_nodes(layout: Layout, rank: int, shape: Shape, *, node: int) -> int:
+    """Bytes that `rank` sends over its network card for one layer of a ring, or a double ring, forward and backward.
+
+    node: ranks of a node. Of a ring the last rank of a node sends for all of it.
+    """
+    group, part = divmod(rank, layout.ulysses)
+    if layout.exchange == "ring":
+        leaves = (group + 1) % (node // layout.ulysses) == 0 and node < layout.ranks
+        blocks = sum(layout.group_length(other) for other in range(layout.groups)) * leaves
+        kept = layout.group_length((group + 1) % layout.groups) * leaves  # the last block is sent no further
+        keys, gradients = 2 * (blocks - kept), blocks
+    else:
+        _, across, _, back_across = sent_inside_and_across(layout, group)
+        keys, gradients = 2 * sum(across), sum(back_across)
+    heads = len(kv_heads_read(part, layout.ulysses, shape.heads, shape.kv_heads))
+    return 2 * shape.rows * shape.head_dim * heads * (keys * shape.itemsize + gradients * shape.sum_itemsize)
 
 
 def _without_empty(sizes: Sizes) -> Sizes:

@@ -54,6 +54,7 @@ class Cell:
     sequence: bool = False
     context: str = "auto"
     groups: str = "fixed"  # of cp; others are drawn by `draw_grouped` alone
+    node: int = 8  # of double_ring, drawn by `draw_double_ring` alone
     sparse: str = ""  # of `SPARSE`, drawn by `draw_sparse` alone
     zero: int = 3
     recompute: str = "none"
@@ -316,6 +317,17 @@ def draw_sparse(seed: int, ranks: int) -> Cell:
         # "mlp" has no attention, and one device of "transformers" takes no mask of ours.
         if split and cell.model not in ("mlp", "transformers") and not cell.refusals():
             return replace(cell, packing=rng.random() < 0.5)
+
+
+def draw_double_ring(seed: int, ranks: int) -> Cell:
+    """A cell on cp whose keys go round in two levels; none that is refused."""
+    rng = random.Random(f"double ring {seed} {ranks}")
+    while True:
+        cell = replace(_draw(rng, ranks), context="double_ring")
+        sizes = {_parse(mesh).cp for mesh in (cell.mesh, cell.resume or cell.mesh)} - {1}
+        nodes = [node for node in range(1, ranks + 1) if all(size % node == 0 for size in sizes)]
+        if cell.spec.cp > 1 and cell.model != "mlp" and not cell.refusals():
+            return replace(cell, node=rng.choice(nodes))
 
 
 def draw_sharded(seed: int, ranks: int) -> Cell:

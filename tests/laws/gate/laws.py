@@ -193,6 +193,7 @@ def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None =
             scheme=cell.context,  # type: ignore[arg-type]
             groups=cell.groups,  # type: ignore[arg-type]
             sparse=SPARSE.get(cell.sparse),
+            node=cell.node,
         ),
         experts=experts or ExpertPolicy(),
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),

@@ -12,6 +12,7 @@ from tests.laws.gate.cell import (
     Cell,
     Refusal,
     draw,
+    draw_double_ring,
     draw_grouped,
     draw_hybrid,
     draw_padded,
@@ -33,6 +34,7 @@ PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padde
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
 GROUPED = [draw_grouped(*seed) for seed in covering(8, among=600, draw=draw_grouped, fewest=2)]
+DOUBLE_RING = [draw_double_ring(*seed) for seed in covering(6, among=600, draw=draw_double_ring, fewest=4)]
 SPARSE = [draw_sparse(*seed) for seed in covering(10, among=600, draw=draw_sparse)]
 SHARDED = [draw_sharded(*seed) for seed in covering(12, among=600, draw=draw_sharded, fewest=4)]
 # What the gate once found broken.
@@ -106,6 +108,12 @@ def test_every_law_holds_where_documents_are_shared_out_by_their_lengths(cell: C
 @pytest.mark.turns(8)
 @pytest.mark.parametrize("cell", SPARSE, ids=str)
 def test_every_law_holds_of_attention_to_chosen_blocks(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("cell", DOUBLE_RING, ids=str)
+def test_every_law_holds_of_rings_in_two_levels(cell: Cell) -> None:
     assert verdict(cell) == ""
 
 
