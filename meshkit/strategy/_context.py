@@ -24,7 +24,8 @@ class ContextPolicy:
     "group_cast" sends each rank only the keys that its queries see; "ulysses" exchanges tokens for heads (all-to-all); "auto"
     takes the scheme that sends the fewest bytes for the mask. ulysses: with rings or group_cast, the number of consecutive
     ranks that exchange tokens for heads (2-D); with None "auto" chooses. balance: the assignment of tokens to ranks:
-    "contiguous", "zigzag", "per_document", "locality", or "auto". slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
+    "contiguous", "zigzag", "per_document", "locality", or "auto". slack: by how much the busiest rank may exceed the mean
+    work in order to send less: 0.1 is 10 %.
     kv_heads_per_gather: the number of key/value heads that all_gather sends at a time.
     whole: names of tensors of a batch that have no tokens, such as images: every rank of cp gets them whole.
     groups: "fixed": every microbatch's rows are split over all ranks of cp, equally many tokens to each. "by_length": the
