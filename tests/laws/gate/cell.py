@@ -308,14 +308,13 @@ def draw_grouped(seed: int, ranks: int) -> Cell:
 
 
 def draw_sparse(seed: int, ranks: int) -> Cell:
-    """A cell whose attention sees chosen blocks, mostly on cp; none that is refused. In fp64, for where scores of two blocks
-    are alike to rounding another one is chosen."""
+    """A cell on cp whose attention sees chosen blocks; none that is refused. In fp64, for where scores of two blocks are alike
+    to rounding another one is chosen."""
     rng = random.Random(f"sparse {seed} {ranks}")
     while True:
         cell = replace(_draw(rng, ranks), context="auto", precision="fp64", sparse=rng.choice(tuple(SPARSE)))
-        split = cell.spec.cp > 1 or rng.random() < 0.1
         # "mlp" has no attention, and one device of "transformers" takes no mask of ours.
-        if split and cell.model not in ("mlp", "transformers") and not cell.refusals():
+        if cell.spec.cp > 1 and cell.model not in ("mlp", "transformers") and not cell.refusals():
             return replace(cell, packing=rng.random() < 0.5)
 
 
@@ -325,8 +324,8 @@ def draw_double_ring(seed: int, ranks: int) -> Cell:
     while True:
         cell = replace(_draw(rng, ranks), context="double_ring")
         sizes = {_parse(mesh).cp for mesh in (cell.mesh, cell.resume or cell.mesh)} - {1}
-        nodes = [node for node in range(1, ranks + 1) if all(size % node == 0 for size in sizes)]
-        if cell.spec.cp > 1 and cell.model != "mlp" and not cell.refusals():
+        nodes = [node for node in range(2, cell.spec.cp) if all(size % node == 0 for size in sizes)]
+        if nodes and cell.model != "mlp" and not cell.refusals():
             return replace(cell, node=rng.choice(nodes))
 
 

@@ -34,8 +34,8 @@ PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padde
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
 GROUPED = [draw_grouped(*seed) for seed in covering(8, among=600, draw=draw_grouped, fewest=2)]
-DOUBLE_RING = [draw_double_ring(*seed) for seed in covering(6, among=600, draw=draw_double_ring, fewest=4)]
-SPARSE = [draw_sparse(*seed) for seed in covering(10, among=600, draw=draw_sparse)]
+DOUBLE_RING = [draw_double_ring(*seed) for seed in covering(4, among=600, draw=draw_double_ring, fewest=4)]
+SPARSE = [draw_sparse(*seed) for seed in covering(8, among=600, draw=draw_sparse, fewest=2)]
 SHARDED = [draw_sharded(*seed) for seed in covering(12, among=600, draw=draw_sharded, fewest=4)]
 # What the gate once found broken.
 REGRESSIONS = [
