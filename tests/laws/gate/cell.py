@@ -308,8 +308,8 @@ def draw_grouped(seed: int, ranks: int) -> Cell:
 
 
 def draw_sparse(seed: int, ranks: int) -> Cell:
-    """A cell on cp whose attention sees chosen blocks; none that is refused. In fp64, for where scores of two blocks are alike
-    to rounding another one is chosen."""
+    """A cell on cp whose attention sees chosen blocks; none that is refused. In fp64, for where scores of two blocks are
+    alike to rounding another one is chosen."""
     rng = random.Random(f"sparse {seed} {ranks}")
     while True:
         cell = replace(_draw(rng, ranks), context="auto", precision="fp64", sparse=rng.choice(tuple(SPARSE)))
