@@ -81,6 +81,11 @@ class Generation:
         self._numbers = 0
         self._any_open = False
         self._writer: PagedWriter | RowsWriter | None = None
+        if (sparse := run.strategy.context.sparse) is not None:
+            raise PlanError(
+                f"generate: context sparse={type(sparse).__name__} chooses keys for blocks of queries, and a step of "
+                "generation has one query a row. Load the weights into a run without sparse."
+            )
         if has_paged_cache(run):
             self._writer = PagedWriter(
                 run,
