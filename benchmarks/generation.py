@@ -1,13 +1,13 @@
 """How many tokens a second does `generate` answer, beside transformers' `generate`, with one model and one thread?
 
-    python benchmarks/generation.py                        # one process, one thread, fp32: samples of a group of prompts
-    python benchmarks/generation.py --ends 0 --prompts 1   # answers of equal lengths
-    python benchmarks/generation.py --in-place             # transformers' own module in `generate`, over its own cache
+    python benchmarks/generation.py                 # one process, one thread, fp32: samples of a group of prompts
+    python benchmarks/generation.py --grid          # answers of equal lengths: 1, 8 and 64 of 64 and of 512 tokens
+    python benchmarks/generation.py --in-place      # transformers' own module in `generate`, over its own cache
 
 Both answer the same prompts with the same number of samples, which end as chance has it: at an id that the workload says is
 the end. First both must answer greedily with the same ids, or no ratio is reported. Then they sample in turn; tokens are
 those up to the end of each answer, seconds are those of the processor, and the ratio of a round is of the two that ran next
-to each other.
+to each other, in the opposite order every second time. A round of short answers has several calls.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import copy
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from meshkit.algos.rollout import Prompt, Sampling, generate
 from meshkit.models import build_model, config_from_pretrained, load_pretrained
 
 RESULTS = Path(__file__).parent / "results" / "generation.jsonl"
+TOKENS_OF_A_ROUND = 512  # of each answer, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +49,39 @@ class Settings:
     new_tokens: int = 256
     ends: int = 40
     """ids of the vocabulary that end an answer: more make answers shorter"""
-    rounds: int = 3
+    rounds: int = 5
+    grid: bool = False
+    """one prompt, no ends; a row for each number of samples and of new tokens"""
     in_place: bool = False
     """give transformers' module to `mk.parallelize`, instead of ours with its values"""
     write: bool = False
     """add a row to the results"""
+
+    @property
+    def cells(self) -> Iterator[Settings]:
+        if not self.grid:
+            yield self
+            return
+        for new_tokens, samples in product((64, 512), (1, 8, 64)):
+            yield replace(self, prompts=1, ends=0, samples=samples, new_tokens=new_tokens)
 
 
 def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     theirs, run = models(settings)
+    for cell in settings.cells:
+        row = {**asdict(cell), **measured(cell, theirs, run), "transformers": transformers.__version__, **environment()}
+        print(json.dumps(row), flush=True)
+        if settings.write:
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def measured(settings: Settings, theirs: Any, run: mk.Run) -> dict[str, Any]:
+    """Rates of both, and their ratio."""
     draw = np.random.default_rng(0)
-    lengths = np.linspace(settings.prompt_tokens // 2, settings.prompt_tokens, settings.prompts).astype(int)
+    lengths = np.linspace(settings.prompt_tokens, settings.prompt_tokens // 2, settings.prompts).astype(int)
     prompts = [Prompt(ids=draw.integers(0, settings.vocabulary, n), key=i) for i, n in enumerate(lengths)]
     ends = tuple(draw.choice(settings.vocabulary, settings.ends, replace=False).tolist())
     batch = padded(prompts)
@@ -78,27 +101,22 @@ def main(settings: Settings) -> None:
     if not all(np.array_equal(answer, other) for answer, other in zip(answers, expected, strict=True)):
         raise SystemExit("the greedy answers differ, so no speeds are compared")
     sampling = Sampling(max_new_tokens=settings.new_tokens, stop_ids=ends)
-    rates: dict[str, list[float]] = {"ours": [], "transformers": []}
+    calls: dict[str, Callable[[int], list[np.ndarray]]] = {
+        "ours": partial(ours_of, sampling, settings.samples),
+        "transformers": lambda seed: theirs_of(do_sample=True, num_return_sequences=settings.samples, top_k=0),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(settings.rounds):
         torch.manual_seed(number)
-        for name, answer in (
-            ("transformers", partial(theirs_of, do_sample=True, num_return_sequences=settings.samples, top_k=0)),
-            ("ours", partial(ours_of, sampling, settings.samples, number)),
-        ):
-            begin = time.process_time()
-            tokens = sum(map(len, answer()))
+        for name in calls if number % 2 else reversed(calls):
+            tokens, begin = 0, time.process_time()
+            for seed in range(-(-TOKENS_OF_A_ROUND // settings.new_tokens)):
+                tokens += sum(map(len, calls[name](seed)))
             rates[name].append(tokens / (time.process_time() - begin))
-    row = {
-        **asdict(settings),
+    return {
         "tokens_per_s": {name: asdict(spread(values)) for name, values in rates.items()},
         "ratio": asdict(spread([a / b for a, b in zip(rates["ours"], rates["transformers"], strict=True)])),
-        "transformers": transformers.__version__,
-        **environment(),
     }
-    print(json.dumps(row, indent=1))
-    if settings.write:
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def models(settings: Settings) -> tuple[Any, mk.Run]:

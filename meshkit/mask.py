@@ -8,6 +8,7 @@ few integers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -86,9 +87,10 @@ class Mask:
     bands: tuple[Band, ...]
 
     @staticmethod
-    def causal(tokens: int, *, window: int | None = None) -> Mask:
-        """A query sees itself and what came before it; with `window`, that many tokens, itself included."""
-        return Mask.documents([tokens], window=window)
+    def causal(tokens: int, *, window: int | None = None, sinks: int = 0) -> Mask:
+        """A query sees itself and what came before it; with `window`, that many tokens, itself included, and the first
+        `sinks` tokens."""
+        return Mask.documents([tokens], window=window, sinks=sinks)
 
     @staticmethod
     def full(tokens: int) -> Mask:
@@ -96,8 +98,8 @@ class Mask:
         return Mask.documents([tokens], kind="full")
 
     @staticmethod
-    def documents(lengths: Iterable[int], *, window: int | None = None, kind: Kind = "causal") -> Mask:
-        """Documents of these lengths, end to end; none sees another."""
+    def documents(lengths: Iterable[int], *, window: int | None = None, sinks: int = 0, kind: Kind = "causal") -> Mask:
+        """Documents of these lengths, end to end; none sees another. window, sinks: as in `windowed`."""
         if kind not in ("full", "causal"):
             raise PlanError(f"Mask.documents: kind {kind!r} is neither 'full' nor 'causal'.")
         bands, start = [], 0
@@ -109,7 +111,7 @@ class Mask:
                 end = start + length
                 bands.append(Band(start, end, start, end, high=0 if kind == "causal" else FAR))
                 start = end
-        return Mask(start, tuple(bands)).windowed(window)
+        return Mask(start, tuple(bands)).windowed(window, sinks=sinks)
 
     @staticmethod
     def prefix_lm(lengths: Sequence[int], prefixes: Sequence[int]) -> Mask:
@@ -167,14 +169,26 @@ class Mask:
         firsts = [*starts.flatten().nonzero().flatten().tolist(), position_ids.numel()]
         return Mask.documents([after - first for first, after in pairwise(firsts)], window=window)
 
-    def windowed(self, window: int | None) -> Mask:
-        """This mask less the keys that are `window` or more tokens before their query. None changes nothing."""
+    def windowed(self, window: int | None, *, sinks: int = 0) -> Mask:
+        """This mask less the keys that are `window` or more tokens before their query. None changes nothing.
+
+        sinks: so many first tokens of each document stay visible. Source: Xiao et al. 2023 (StreamingLLM).
+        """
         if window is None:
+            if sinks:
+                raise PlanError(f"Mask: sinks={sinks} are kept beside a window, and there is none. Give a window.")
             return self
         if window < 1:
             raise PlanError(f"Mask: a window of {window} tokens shows nothing. Give at least 1, or None.")
+        if sinks < 0:
+            raise PlanError(f"Mask: {sinks} sinks cannot be. Give at least 0.")
         every = (0, self.tokens)
-        clipped = (band._replace(low=max(band.low, 1 - window)).clip(every, every) for band in self.bands)
+        starts = [first for first, _ in self.components]
+        clipped = list[Band | None]()
+        for band in self.bands:
+            clipped.append(band._replace(low=max(band.low, 1 - window)).clip(every, every))
+            first = starts[bisect_right(starts, min(band.q0, band.k0)) - 1]
+            clipped.append(band._replace(high=min(band.high, -window)).clip(every, (first, first + sinks)))
         return Mask(self.tokens, tuple(band for band in clipped if band is not None))
 
     def chunked(self, size: int | None, row: int | None = None) -> Mask:

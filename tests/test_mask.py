@@ -182,6 +182,28 @@ def test_a_window_hides_keys_so_far_before_their_query(mask: Mask, window: int) 
 
 
 @draws
+@given(masks, st.integers(1, 9), st.integers(0, 4))
+def test_sinks_are_the_first_tokens_of_each_document(mask: Mask, window: int, sinks: int) -> None:
+    firsts = {token: first for first, after in mask.components for token in range(first, after)}
+    shown = mask.dense()
+    expected = table(
+        mask.tokens,
+        lambda query, key: bool(shown[query, key]) and (query - key < window or key < firsts[key] + sinks),
+    )
+    cut = mask.windowed(window, sinks=sinks)
+    assert torch.equal(cut.dense(), expected)
+    assert cut.area == int(expected.sum()), "bands overlap"
+    assert Mask.causal(12, window=3, sinks=2) == Mask.documents([12]).windowed(3, sinks=2)
+
+
+def test_sinks_without_a_window_are_refused() -> None:
+    with pytest.raises(mk.errors.PlanError, match="sinks=2 are kept beside a window, and there is none"):
+        Mask.causal(12, sinks=2)
+    with pytest.raises(mk.errors.PlanError, match="-1 sinks cannot be"):
+        Mask.causal(12, window=3, sinks=-1)
+
+
+@draws
 @given(st.lists(masks, max_size=4))
 def test_joined_masks_lie_on_the_diagonal(several: list[Mask]) -> None:
     expected = torch.block_diag(*(mask.dense().int() for mask in several)).bool() if several else torch.zeros(0, 0)

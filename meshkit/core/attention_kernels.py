@@ -10,7 +10,7 @@ with lse = -inf where no key has been seen yet. No exponential of a difference c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from meshkit.core.attention_tiles import ANTI, FULL, Tile
+from meshkit.core.attention_tiles import ANTI, FULL, HeadTiles, Tile
 from meshkit.errors import PlanError
 
 _aten = torch.ops.aten
@@ -188,6 +188,20 @@ class Forward:
                 out, lse = out.flip(2), lse.flip(2)
             _merge(out_BHTD[:, :, q_rows], lse_BHT[:, :, q_rows], out, lse)
 
+    def add_heads(self, k: Tensor, v: Tensor, batches: Iterable[HeadTiles]) -> None:
+        """As `add`, of tiles that differ from head to head (block-sparse attention)."""
+        for batch in parts_of(batches, self.q):
+            queries, keys = _places(batch, self.q, k)
+            q_T, k_S, v_S = (each.unsqueeze(1) for each in (self.q[queries], k[keys], v[keys]))
+            if batch.kind == ANTI:
+                q_T, k_S, v_S = q_T.flip(2), k_S.flip(2), v_S.flip(2)
+            out, lse = self.kernel.forward(q_T, k_S, v_S, batch.kind != FULL, self.scale)
+            if batch.kind == ANTI:
+                out, lse = out.flip(2), lse.flip(2)
+            running, running_lse = self.out[queries], self.lse[queries]  # copies: the places are no view
+            _merge(running, running_lse, out.squeeze(1), lse.squeeze(1))
+            self.out[queries], self.lse[queries] = running, running_lse
+
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge one tile into (out, lse), in place: afterwards they are of the softmax over both sets of keys."""
@@ -227,6 +241,57 @@ class Backward:
             # In place into the caller's sums: a tile touches only its own rows and keys.
             for total, grad, place in zip(totals, grads, (q_rows, k_rows, k_rows), strict=True):
                 total[:, :, place] += grad
+
+    def add_heads(self, k: Tensor, v: Tensor, batches: Iterable[HeadTiles], dk: Tensor, dv: Tensor) -> None:
+        """As `add`, of tiles that differ from head to head. dk, dv: contiguous."""
+        for batch in parts_of(batches, self.q):
+            queries, keys = _places(batch, self.q, k)
+            tile_rows = [each[queries].unsqueeze(1) for each in (self.dout, self.q, self.out, self.lse)]
+            tile_keys = [each[keys].unsqueeze(1) for each in (k, v)]
+            if batch.kind == ANTI:
+                tile_rows, tile_keys = ([tensor.flip(2) for tensor in each] for each in (tile_rows, tile_keys))
+            dout_T, q_T, out_T, lse_T = tile_rows
+            grads = self.kernel.backward(dout_T, q_T, *tile_keys, out_T, lse_T, batch.kind != FULL, self.scale)
+            dq, *dkv = ((grad.flip(2) if batch.kind == ANTI else grad).squeeze(1) for grad in grads)
+            self.dq[queries] += dq
+            for total, grad in zip((dk, dv), dkv, strict=True):
+                _add_to_rows(total, keys, grad.to(total.dtype))
+
+
+HEAD_TILE_NUMBERS = 1 << 25  # of keys that are copied for one launch
+HEAD_TILES = 1 << 15  # a launch of CUDA has fewer than 2**16 rows
+
+
+def parts_of(batches: Iterable[HeadTiles], q: Tensor) -> Iterator[HeadTiles]:
+    """The same in launches of bounded memory."""
+    for batch in batches:
+        most = max(1, min(HEAD_TILES, HEAD_TILE_NUMBERS // (batch.k0.shape[1] * batch.keys * q.shape[-1])))
+        if len(batch.rows) <= most:
+            yield batch
+            continue
+        for first in range(0, len(batch.rows), most):
+            part = slice(first, first + most)
+            yield batch._replace(rows=batch.rows[part], heads=batch.heads[part], q0=batch.q0[part], k0=batch.k0[part])
+
+
+def _places(batch: HeadTiles, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Indices of the tiles' queries in q [B, T, H, D], and of their keys in k [B, S, K, D]."""
+    rows, heads = batch.rows.unsqueeze(1), batch.heads.unsqueeze(1)
+    queries = batch.q0.unsqueeze(1) + torch.arange(batch.queries, device=q.device)
+    keys = (batch.k0.unsqueeze(2) + torch.arange(batch.keys, device=q.device)).flatten(1)
+    return (rows, queries, heads), (rows, keys, heads // (q.shape[2] // k.shape[2]))
+
+
+def _add_to_rows(total: Tensor, places: tuple[Tensor, ...], added: Tensor) -> None:
+    """Adds to total [B, S, K, D] in place, in an order that does not change from run to run: tiles may share keys."""
+    rows, keys, heads = places
+    flat = ((rows * total.shape[1] + keys) * total.shape[2] + heads).flatten()
+    view, added = total.view(-1, total.shape[3]), added.reshape(-1, total.shape[3])
+    # On CUDA index_add_ adds by atomics, and index_put_ sorts; on CPU it is the other way round.
+    if total.device.type == "cpu":
+        view.index_add_(0, flat, added)
+    else:
+        view.index_put_((flat,), added, accumulate=True)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

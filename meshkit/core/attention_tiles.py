@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torch import Tensor
+
 from meshkit.mask import FAR, Band
 
 FULL, CAUSAL, ANTI = 0, 1, 2
@@ -26,6 +28,28 @@ class Tile(NamedTuple):
     q1: int
     k0: int
     k1: int
+    kind: int = FULL
+
+    @property
+    def area(self) -> int:
+        """Visible pairs."""
+        rows, keys = self.q1 - self.q0, self.k1 - self.k0
+        return rows * keys if self.kind == FULL else rows * (rows + 1) // 2
+
+
+class HeadTiles(NamedTuple):
+    """Tiles of one shape and kind, each of a row of the batch and a query head of its own: one kernel call.
+
+    rows, heads, q0: [N]. k0: [N, J], first of the tile's pieces of `keys` keys; only FULL tiles have several. No two tiles
+    have the same queries.
+    """
+
+    rows: Tensor
+    heads: Tensor
+    q0: Tensor
+    k0: Tensor
+    queries: int
+    keys: int
     kind: int = FULL
 
 

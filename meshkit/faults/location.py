@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from meshkit.core import _torch
@@ -70,6 +71,8 @@ def _follow_backward(block: nn.Module, name: str) -> None:
     # A hook on the output tensor, not a module hook: full backward hooks wrap inputs and outputs in autograd nodes, which
     # would change the graph that recompute and FSDP see.
     def after(module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.is_grad_enabled():  # generation comes by once for every token
+            return
         hidden = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
         if hidden is not None:
             hidden.register_hook(begins)

@@ -8,7 +8,8 @@ values) and twice that backward. The conventions differ in `keys`, the number of
 | full       | n                              | PaLM (Chowdhery et al. 2022), torchtitan, nanotron |
 | causal     | n / 2                          | Megatron-LM, MaxText                               |
 
-Recompute is not counted in either: MFU, not HFU. Neither are the input embedding, norms, biases and the softmax.
+Sparse attention is charged the most blocks that its choice can take, in both. Recompute is not counted in either: MFU, not
+HFU. Neither are the input embedding, norms, biases and the softmax.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshkit.errors import MeshkitError
+from meshkit.strategy import Sparse, visible_pairs
 
 # The families whose block is q, k, v, o and a gated MLP of three matrices, or experts like it, and nothing else.
 _KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -56,13 +58,16 @@ def train_flops_per_token(
     head_dim: int = 0,
     lengths: int | Sequence[int],
     sliding_window: int | None = None,
+    sparse: Sparse | None = None,
 ) -> FlopsPerToken:
     """FLOPs per token, forward and backward: 6 * matmul_params + 12 * layers * q_heads * head_dim * keys.
 
     matmul_params: weights of every matrix product, with the head and without the input embedding.
     lengths: tokens of a sequence, or of each document packed into one; `keys` is then the mean over tokens, so that n
     becomes sum(n^2) / sum(n). A window w < n charges w keys in the full convention and w - w^2 / 2n in the causal one.
-    Raises: MeshkitError for an empty document or window.
+    sparse: how blocks of keys are chosen; charges the blocks that queries see at most, in the causal convention as the mask
+    cuts them. What one step chose, `watching_choices` of `meshkit.parallel.context` tells.
+    Raises: MeshkitError for an empty document or window, and for a window beside sparse.
     """
     documents = [lengths] if isinstance(lengths, int) else list(lengths)
     if not documents or min(documents) < 1:
@@ -72,8 +77,18 @@ def train_flops_per_token(
         )
     if sliding_window is not None and sliding_window < 1:
         raise MeshkitError(f"sliding_window={sliding_window}: a window holds at least 1 token. Use None for no window.")
+    if sparse is not None and sliding_window is not None:
+        raise MeshkitError(
+            f"sliding_window={sliding_window} and {sparse}: how many of the chosen blocks lie in the window is not known. "
+            "Give one of them."
+        )
     full = causal = 0.0
     for length in documents:
+        if sparse is not None:
+            blocks = -(-length // sparse.block)
+            full += length * min(length, sparse.most_blocks(blocks) * sparse.block)
+            causal += visible_pairs(sparse, length) - length / 2  # of the diagonal half, as everywhere here
+            continue
         window = length if sliding_window is None else min(length, sliding_window)
         full += length * window
         causal += length * window - window**2 / 2  # the area under the mask: a triangle, then a band
@@ -94,7 +109,8 @@ def document_lengths(position_ids: Tensor) -> list[int]:
 class ModelFlops:
     """What a model multiplies: enough to price a token at any sequence length.
 
-    sliding_layers of the layers attend within sliding_window, the others to the whole document. scans: FLOPs of a token in
+    sliding_layers of the layers attend within sliding_window, the others to the whole document, or to blocks of it that are
+    chosen (sparse). scans: FLOPs of a token in
     the forward of recurrent mixers besides their matrices, alike for every length of a document.
     note: what was left out of the count, empty if nothing was.
     """
@@ -106,13 +122,14 @@ class ModelFlops:
     sliding_window: int | None = None
     sliding_layers: int = 0
     scans: int = 0
+    sparse: Sparse | None = None
     note: str = ""
 
     @staticmethod
-    def from_config(config: DecoderConfig) -> ModelFlops:
+    def from_config(config: DecoderConfig, *, sparse: Sparse | None = None) -> ModelFlops:
         """Count a decoder from its configuration: Llama 2/3, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, or one like them.
 
-        With experts, those that a token chooses count, and the router.
+        With experts, those that a token chooses count, and the router. sparse: of the run's `ContextPolicy`.
         Raises: MeshkitError for a family with other matrices (count the module instead) and for DeepSeek's experts.
         """
         family = getattr(config, "model_type", None)
@@ -141,6 +158,7 @@ class ModelFlops:
             head_dim=head_dim,
             sliding_window=window,
             sliding_layers=kinds.count("sliding_attention") if window is not None else 0,
+            sparse=sparse,
         )
 
     @staticmethod
@@ -151,6 +169,7 @@ class ModelFlops:
         q_heads: int = 0,
         head_dim: int = 0,
         sliding_window: int | None = None,
+        sparse: Sparse | None = None,
     ) -> ModelFlops:
         """Count the `nn.Linear` weights of any module, also on meta or as DTensors; attention follows from the arguments.
 
@@ -178,6 +197,7 @@ class ModelFlops:
             sliding_window=sliding_window,
             sliding_layers=0 if sliding_window is None else layers,
             scans=sum(_scan_flops_of(submodule) for submodule in module.modules()),
+            sparse=sparse,
             note="; ".join(notes),
         )
 
@@ -191,11 +211,12 @@ class ModelFlops:
                 head_dim=self.head_dim,
                 lengths=lengths,
                 sliding_window=window,
+                sparse=self.sparse,
             )
             for matmul_params, layers, window in (
                 (self.matmul_params, self.layers - self.sliding_layers, None),
                 # 0, since the products of all layers are charged in the first row.
-                (0, self.sliding_layers, self.sliding_window),
+                *([(0, self.sliding_layers, self.sliding_window)] if self.sliding_layers else ()),
             )
         ]
         scans = 3 * self.scans  # backward is twice the forward

@@ -141,7 +141,10 @@ def rope_tables(rope: Rope, position_ids: Tensor, head_dim: int, *, dtype: torch
     precision = torch.promote_types(dtype, torch.float32)
     frequencies_R, scale = rope_frequencies(rope, head_dim, device=position_ids.device, dtype=precision)
     angles = position_ids.unsqueeze(-1).to(precision) * frequencies_R
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -273,8 +276,10 @@ def attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: KernelMask) 
         return mask.attend(q_BTHD, k_BSKD, v_BSKD)
     if mask is not None and not isinstance(mask, Tensor):
         # A split attention sends k and v in one message: v is padded to the size of k, and the zeros are cut off again.
-        size = v_BSKD.shape[-1]
-        return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, k_BSKD.shape[-1] - size)))[..., :size]
+        size, of_k = v_BSKD.shape[-1], k_BSKD.shape[-1]
+        if size == of_k:
+            return mask.attend(q_BTHD, k_BSKD, v_BSKD)
+        return mask.attend(q_BTHD, k_BSKD, F.pad(v_BSKD, (0, of_k - size)))[..., :size]
     # [Note: views where a token is drawn]
     # A pattern takes 2 us longer than the view that it names (benchmarks/einops_cost.py). That is nothing in a training step,
     # and 2 % of a forward of one token a row, of which generation runs thousands: attention has views.

@@ -25,6 +25,8 @@ def flags_of(strategy: Strategy) -> str:
     if mesh.tp > 1:
         parts.append("--sequence" if strategy.sequence else "--no-sequence")
     parts.append(f"--recompute {getattr(recompute, 'mode', recompute)}")
+    if strategy.memory.optimizer.offload is not None:
+        parts.append("--optimizer-offload")
     if mesh.cp > 1:
         parts.append(f"(scheme {strategy.context.scheme})")
     if strategy.overrides:

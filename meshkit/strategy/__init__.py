@@ -28,6 +28,10 @@ from ._memory import Recompute as Recompute
 from ._memory import RecomputeMode as RecomputeMode
 from ._memory import States as States
 from ._pipeline import PipelinePolicy as PipelinePolicy
+from ._sparse import BlockTopK as BlockTopK
+from ._sparse import Sparse as Sparse
+from ._sparse import VerticalSlash as VerticalSlash
+from ._sparse import visible_pairs as visible_pairs
 from ._strategy import BlockOverride as BlockOverride
 from ._strategy import IfUnproved as IfUnproved
 from ._strategy import Strategy as Strategy

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 from meshkit.errors import PlanError
 from meshkit.plan.match import listed
 from meshkit.strategy._memory import Rates
+from meshkit.strategy._sparse import Sparse
 
-Scheme = Literal["auto", "ring", "all_gather", "group_cast", "ulysses"]
+Scheme = Literal["auto", "ring", "double_ring", "all_gather", "group_cast", "ulysses"]
 Balance = Literal["contiguous", "zigzag", "per_document", "locality"]
 Rule = Literal["by_length", "flexsp", "bytescale", "zeppelin"]
 
@@ -18,19 +19,24 @@ Rule = Literal["by_length", "flexsp", "bytescale", "zeppelin"]
 class ContextPolicy:
     """How the tokens of a sequence are split over `cp`, and how ranks exchange keys and values for attention.
 
-    scheme: "ring" passes keys and values round the ranks; "all_gather" gathers them; "group_cast" sends each rank only the
-    keys that its queries see; "ulysses" exchanges tokens for heads (all-to-all); "auto" takes the scheme that sends the
-    fewest bytes for the mask. ulysses: with ring or group_cast, the number of consecutive ranks that exchange tokens for
-    heads (2-D); with None "auto" chooses. balance: the assignment of tokens to ranks: "contiguous", "zigzag", "per_document",
-    "locality", or "auto". slack: by how much the busiest rank may exceed the mean work in order to send less: 0.1 is 10 %.
+    scheme: "ring" passes keys and values round the ranks; "double_ring" does so inside of nodes and, at the same time,
+    between ranks of one number in all nodes, so that all network cards share what crosses; "all_gather" gathers them;
+    "group_cast" sends each rank only the keys that its queries see; "ulysses" exchanges tokens for heads (all-to-all); "auto"
+    takes the scheme that sends the fewest bytes for the mask. ulysses: with rings or group_cast, the number of consecutive
+    ranks that exchange tokens for heads (2-D); with None "auto" chooses. balance: the assignment of tokens to ranks:
+    "contiguous", "zigzag", "per_document", "locality", or "auto". slack: by how much the busiest rank may exceed the mean
+    work in order to send less: 0.1 is 10 %.
     kv_heads_per_gather: the number of key/value heads that all_gather sends at a time.
     whole: names of tensors of a batch that have no tokens, such as images: every rank of cp gets them whole.
     groups: "fixed": every microbatch's rows are split over all ranks of cp, equally many tokens to each. "by_length": the
     documents of a whole optimizer step are shared out over its microbatches and ranks, a short one to one rank and a long
     one to as many as it needs; "flexsp", "bytescale" and "zeppelin" do so by the rules of those papers (dynamic context
     parallelism, hybrid data parallelism). Give cp the ranks of dp_shard: groups form inside of cp.
-    tokens_per_rank: with these the most tokens of a rank in a microbatch. rates, node: what they count with, and how many
-    consecutive ranks of cp are in a node.
+    tokens_per_rank: with these the most tokens of a rank in a microbatch. rates: what they count with. node: how many
+    consecutive ranks of cp are in a node, for them and for double_ring.
+    sparse: attention sees only blocks of keys that are chosen at run time, by `BlockTopK` or `VerticalSlash`, in every layer
+    and with any cp, one rank too; what the mask hides stays hidden. Ranks hold blocks in turn (striped), and keys of blocks
+    travel only to ranks that chose them.
     """
 
     scheme: Scheme = "auto"
@@ -43,6 +49,7 @@ class ContextPolicy:
     tokens_per_rank: int | None = None
     rates: Rates = field(default_factory=Rates)
     node: int = 8
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", listed(self.whole, where="ContextPolicy", argument="whole"))
@@ -57,7 +64,7 @@ class ContextPolicy:
         # Ulysses alone splits heads over all of cp, and all_gather splits none: neither leaves a second dimension to choose.
         if self.ulysses is not None and self.scheme in ("all_gather", "ulysses"):
             raise PlanError(
-                f"context scheme {self.scheme!r} with ulysses={self.ulysses}: only ring and group_cast have a second "
+                f"context scheme {self.scheme!r} with ulysses={self.ulysses}: only rings and group_cast have a second "
                 'dimension of Ulysses. Leave ulysses away, or use scheme="ring".'
             )
         if not 0 <= self.slack <= 1:
@@ -82,6 +89,35 @@ class ContextPolicy:
             )
 
         self._refuse_odd_groups()
+        self._refuse_odd_sparse()
+
+    def _refuse_odd_sparse(self) -> None:
+        if self.sparse is None:
+            return
+        if not isinstance(self.sparse, Sparse):
+            raise PlanError(
+                f"context sparse={self.sparse!r} is no choice of blocks. Give BlockTopK(block=64, top=16), or "
+                "VerticalSlash; a window with sinks is a mask: mk.Mask.causal(tokens, window=..., sinks=...)."
+            )
+        of = f"context sparse={type(self.sparse).__name__} with"
+        if self.scheme not in ("auto", "group_cast") or self.ulysses is not None:
+            raise PlanError(
+                f"{of} scheme={self.scheme!r} and ulysses={self.ulysses}: chosen blocks are sent directly to the ranks that "
+                "chose them. Leave scheme and ulysses away."
+            )
+        if self.balance != "auto" or self.slack:
+            raise PlanError(
+                f"{of} balance={self.balance!r} and slack={self.slack}: ranks hold whole blocks, in turn. Leave balance and "
+                "slack away."
+            )
+        if self.groups != "fixed":
+            raise PlanError(
+                f"{of} groups={self.groups!r}: these count with all pairs that the mask shows. Use groups='fixed'."
+            )
+
+    def reaches(self, ranks: int) -> bool:
+        """Whether attention goes over cp: on one rank that of chosen blocks alone."""
+        return ranks > 1 or self.sparse is not None
 
     def _refuse_odd_groups(self) -> None:
         if self.groups != "fixed" and self.groups not in get_args(Rule):
@@ -118,9 +154,15 @@ class ContextPolicy:
             )
 
     def refuse_misfit(self, ranks: int) -> None:
-        """Raises: PlanError if `ulysses` does not divide the ranks of cp."""
+        """Raises: PlanError if `ulysses`, or with double_ring `node`, does not divide the ranks of cp."""
         if self.ulysses is not None and (self.ulysses < 1 or ranks % self.ulysses):
             divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             raise PlanError(
                 f"context ulysses={self.ulysses} does not divide cp={ranks}. Choose one of {divisors}, or another cp."
+            )
+        if self.scheme == "double_ring" and ranks > 1 and (ranks % self.node or self.node % (self.ulysses or 1)):
+            raise PlanError(
+                f"context scheme 'double_ring' with node={self.node} and ulysses={self.ulysses} on cp={ranks}: nodes have "
+                "equally many of its ranks, and hold groups of Ulysses whole. Give node, the ranks of cp in a node, or use "
+                "scheme='ring' inside of one."
             )

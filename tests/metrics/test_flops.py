@@ -19,6 +19,7 @@ from transformers import (
 from meshkit import models
 from meshkit.errors import MeshkitError
 from meshkit.metrics import ModelFlops, document_lengths, peak_flops_of, peak_flops_per_s, train_flops_per_token
+from meshkit.strategy import BlockTopK, VerticalSlash
 
 LLAMA3_8B = LlamaConfig(
     hidden_size=4096,
@@ -163,6 +164,26 @@ def test_a_configuration_of_transformers_with_experts_counts_as_ours():
     assert mixtral.matmul_params == 3 * (2 * (48 * 48 + 48 * 16) + 48 * 4 + 9 * 48 * 80) + 48 * 101
 
 
+TOP, SLASH = BlockTopK(block=3, top=2), VerticalSlash(block=3, vertical=2, slash=1)
+
+
+@pytest.mark.parametrize("lengths", [64, [40, 24], [1, 62, 1], [5] * 13])
+def test_attention_to_chosen_blocks_is_charged_the_most_that_can_be_chosen(lengths):
+    documents = [lengths] if isinstance(lengths, int) else lengths
+    for sparse, most in ((TOP, 2), (SLASH, 3)):
+        per_key = train_flops_per_token(
+            matmul_params=0, layers=1, q_heads=1, head_dim=1, lengths=lengths, sparse=sparse
+        )
+        seen = 0.0
+        for length in documents:  # its own block up to itself, and whole blocks before
+            seen += sum(query % 3 + 1 + 3 * min(query // 3, most - 1) for query in range(length)) - length / 2
+        assert per_key.causal / 12 * sum(documents) == pytest.approx(seen)
+        assert per_key.causal <= per_key.full <= 12 * 3 * most
+    every = ModelFlops(matmul_params=5, layers=2, q_heads=3, head_dim=4, sparse=BlockTopK(block=3, top=99))
+    assert every.per_token(lengths) == ModelFlops(matmul_params=5, layers=2, q_heads=3, head_dim=4).per_token(lengths)
+    assert ModelFlops.from_config(LLAMA3_8B, sparse=TOP).sparse == TOP
+
+
 def test_layers_with_and_without_a_window_are_priced_apart():
     config = Qwen2Config(**TINY, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
@@ -203,6 +224,10 @@ def test_a_module_says_what_it_does_not_count():
         (lambda: train_flops_per_token(matmul_params=1, lengths=[]), r"lengths=\[\]: FLOPs per token need"),
         (lambda: train_flops_per_token(matmul_params=1, lengths=[4, 0]), r"lengths=\[4, 0\]: FLOPs per token need"),
         (lambda: train_flops_per_token(matmul_params=1, lengths=4, sliding_window=0), "sliding_window=0: a window"),
+        (
+            lambda: train_flops_per_token(matmul_params=1, lengths=4, sliding_window=2, sparse=TOP),
+            "sliding_window=2 and BlockTopK.block=3, top=2.: how many",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused(build, message):

@@ -24,6 +24,7 @@ from meshkit.resolve._refusals import refuse_backend
 from meshkit.strategy import (
     ActivationOffload,
     BlockOverride,
+    BlockTopK,
     Budget,
     Capacity,
     ChunkedLoss,
@@ -37,7 +38,9 @@ from meshkit.strategy import (
     PipelinePolicy,
     Precision,
     Recompute,
+    Sparse,
     Strategy,
+    VerticalSlash,
 )
 from tests.laws.parity.cases import Cell, build, mesh_for
 from tests.tiny import tiny_config
@@ -122,6 +125,12 @@ def test_a_list_for_a_tuple_and_a_text_for_a_path_come_back_too(tmp_path: Path) 
     (tmp_path / "latin.toml").write_bytes(b"# \xff")
     with pytest.raises(mk.errors.PlanError, match=r"latin.toml: this is no TOML"):
         Strategy.read(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize("sparse", [BlockTopK(block=64, top=16), VerticalSlash(block=64, vertical=8, slash=8)])
+def test_a_choice_of_blocks_comes_back_from_toml_as_its_kind(sparse: Sparse) -> None:
+    one = Strategy(context=ContextPolicy(sparse=sparse))
+    assert Strategy.from_toml(one.to_toml()) == one
 
 
 def test_what_is_no_data_cannot_be_written() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshkit.algos.rollout._engine import Reason, Sampling, Stopping
 from meshkit.algos.rollout._fingerprints import CHUNK_ENTRIES, GrowingFingerprint
 from meshkit.algos.rollout._rollout import Prompt, Rollout
-from meshkit.algos.rollout._sampler import choose, streams
+from meshkit.algos.rollout._sampler import Noise, choose
 from meshkit.loss.vocab_parallel import wide_dtype
 from meshkit.step import Run
 
@@ -79,51 +79,64 @@ def groups_of(answers: Sequence[Answer]) -> list[Group]:
     return groups
 
 
+def noise_of(answers: Sequence[Answer], device: torch.device) -> Noise:
+    """Of their next tokens."""
+    return Noise(
+        torch.tensor([answer.stream for answer in answers], dtype=torch.int64, device=device),
+        torch.tensor([len(answer.ids) for answer in answers], dtype=torch.int64, device=device),
+    )
+
+
 def draw_tokens(
     run: Run,
     logits: Tensor | None,
-    rows: Tensor,
+    rows: Tensor | None,
     answers: Sequence[Answer],
+    noise: Noise,
     sampling: Sampling,
     *,
     version: int,
     held: Tensor | None = None,
-) -> None:
-    """Append a token to each answer, the same one on all ranks of a data rank.
+) -> Tensor:
+    """Append a token to each answer, the same one on all ranks of a data rank; returns their ids [N] on the device.
 
     logits: [rows, V], of the ranks of tp each with its part; None on stages of pp but the last. rows: [N], the row that each
-    answer reads. version: of the weights. held: [rows] bool, where ranks of cp have logits of some rows each; None: each has
-    all.
+    answer reads, None for each its own. noise: of these answers, at their next tokens. version: of the weights. held: [rows]
+    bool, where ranks of cp have logits of some rows each; None: each has all.
     Wire: what `choose` sends, and two numbers per answer over tp, cp and pp.
     """
     mesh = run.mesh
-    drawn = torch.zeros(2, len(answers), dtype=torch.float64, device=mesh.device)
     if logits is not None:
-        base = torch.tensor([answer.stream for answer in answers], device=mesh.device)
-        positions = torch.tensor([len(answer.ids) for answer in answers], device=mesh.device)
-        drawn[0], drawn[1] = choose(logits, rows, streams(base, positions), sampling)
+        ids, log_probs = choose(logits, rows, noise, sampling)
+        drawn = torch.stack((ids.double(), log_probs.double()))
+    else:
+        drawn = torch.zeros(2, len(answers), dtype=torch.float64, device=mesh.device)
     # One rank decides for all: the last bits of logits may differ between ranks, and another token would be drawn.
     for axis, decider in deciders(run):
         if axis == "cp" and held is not None:
-            dist.all_reduce(drawn.masked_fill_(~held[rows], 0.0), group=mesh[axis].get_group())
+            mine = held if rows is None else held[rows]
+            dist.all_reduce(drawn.masked_fill_(~mine, 0.0), group=mesh[axis].get_group())
         else:
             dist.broadcast(drawn, group=mesh[axis].get_group(), group_src=decider)
     for answer, id, log_prob in zip(answers, *drawn.tolist(), strict=True):
         answer.ids.append(int(id))
         answer.log_probs.append(log_prob)
         answer.versions.append(version)
+    return drawn[0].long()
 
 
-def add_entries(run: Run, codes_BK: Tensor | None, rows: Tensor, answers: Sequence[Answer], *, features: int) -> None:
+def add_entries(
+    run: Run, codes_BK: Tensor | None, rows: Tensor | None, answers: Sequence[Answer], *, features: int
+) -> None:
     """Append the token just drawn to each answer's fingerprint, the same on all ranks of a data rank.
 
     codes_BK: `top_entries` of the hidden states that gave the logits; None on stages of pp but the last. rows: [N], the one
-    that each answer read. Wire: 8 bytes for each of K codes of a draw over tp, cp and pp.
+    that each answer read, None for each its own. Wire: 8 bytes for each of K codes of a draw over tp, cp and pp.
     """
     mesh = run.mesh
     codes = torch.zeros(len(answers), min(CHUNK_ENTRIES, features), dtype=torch.int64, device=mesh.device)
     if codes_BK is not None:
-        codes.copy_(codes_BK[rows])
+        codes.copy_(codes_BK if rows is None else codes_BK[rows])
     for axis, decider in deciders(run):
         dist.broadcast(codes, group=mesh[axis].get_group(), group_src=decider)
     for answer, of_token in zip(answers, codes.cpu().numpy(), strict=True):
@@ -134,8 +147,9 @@ def add_entries(run: Run, codes_BK: Tensor | None, rows: Tensor, answers: Sequen
 def deciders(run: Run) -> list[tuple[str, int]]:
     """Axes of more than one rank whose ranks have the same answers, and the rank of each that decides for all."""
     last_stage = 0 if run.pipeline is None else run.pipeline.cut.ends[1]
-    axes = (("tp", 0), ("cp", 0), ("pp", last_stage))
-    return [(axis, decider) for axis, decider in axes if run.mesh[axis].size() > 1]
+    spec = run.mesh.spec
+    axes = (("tp", spec.tp, 0), ("cp", spec.cp, 0), ("pp", spec.pp, last_stage))
+    return [(axis, decider) for axis, size, decider in axes if size > 1]
 
 
 def rollouts_of(run: Run, ended: Sequence[Answer], stopping: Stopping) -> list[Rollout]:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from meshkit.algos.rollout._cache import KeyValueCache
-from meshkit.algos.rollout._paged import Begun, PagedAttention, Past
-from meshkit.algos.rollout._scheduler import Growing, Step
-
-SLACK_PAGES = 16  # reading up to half as many pages in vain is cheaper than one more attention call
+from meshkit.algos.rollout._blocks import SLACK_PAGES, Growing
+from meshkit.algos.rollout._cache import KeyValueCache, Places
+from meshkit.algos.rollout._paged import Apart, Begun, PagedAttention, Past, SideBySide
+from meshkit.algos.rollout._scheduler import Step
 
 
 @dataclass(frozen=True, eq=False)
 class RowOfTokens:
-    """inputs: of the model. slots: in the cache, of its tokens without padding. logit_tokens: positions in the row whose
-    logits are read. rows: [N], which of those logits each draw reads.
+    """inputs: of the model. logit_tokens: positions in the row whose logits are read, None for all of them. rows: [N], which
+    of those logits each draw reads, None for each its own.
     """
 
-    inputs: dict[str, Tensor | PagedAttention]
-    slots: Tensor
-    logit_tokens: Tensor
-    rows: Tensor
+    ids: Tensor
+    positions: Tensor
+    mask: PagedAttention
+    logit_tokens: Tensor | None
+    rows: Tensor | None
+
+    @property
+    def inputs(self) -> dict[str, Tensor | PagedAttention]:
+        return {"input_ids": self.ids, "position_ids": self.positions, "mask": self.mask}
+
+    def go_on(self, drawn_N: Tensor) -> RowOfTokens:
+        """The next step of growing sequences alone, without padding: each has the token that was drawn for it."""
+        self.mask.go_on()
+        return replace(self, ids=drawn_N.unsqueeze(0), positions=self.positions + 1)
 
 
 def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.device) -> RowOfTokens:
@@ -38,18 +48,12 @@ def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.dev
     ids = [begin.group.tokens[begin.known :] for begin in step.begins]
     lengths = [len(prompt) for prompt in ids]
     positions = [np.arange(begin.known, len(begin.group.tokens)) for begin in step.begins]
-    slots = [
-        begin.table[position // page_tokens] * page_tokens + position % page_tokens
-        for begin, position in zip(step.begins, positions, strict=True)
-    ]
+    spans = [span for begin in step.begins for span in begin.spans]
     ids.append(np.array([sequence.answer.ids[-1] for sequence in step.grows], np.int64))
     # The scheduler has counted the new token already: its place is the last of those in the cache.
-    last = np.array([sequence.cached - 1 for sequence in step.grows], np.int64)
-    positions.append(last)
-    pages = np.array(
-        [sequence.table[position // page_tokens] for sequence, position in zip(step.grows, last, strict=True)], np.int64
-    )
-    slots.append(pages * page_tokens + last % page_tokens)
+    positions.append(np.array([sequence.cached - 1 for sequence in step.grows], np.int64))
+    for sequence in step.grows:
+        spans += sequence.spans(sequence.cached - 1, sequence.cached, page_tokens)
 
     def row(parts: list[np.ndarray]) -> Tensor:
         tokens = np.concatenate(parts)
@@ -58,30 +62,42 @@ def row_of(step: Step, cache: KeyValueCache, *, multiple: int, device: torch.dev
 
     mask = PagedAttention(
         cache,
-        torch.from_numpy(np.concatenate(slots)).to(device),
+        Places.of(spans, device),
         [
             Begun(length, begin.known, torch.from_numpy(begin.table).to(device) if begin.known else None)
             for begin, length in zip(step.begins, lengths, strict=True)
         ],
         _past(step.grows, page_tokens, device),
     )
+    if step.grows and not step.begins and multiple == 1:
+        return RowOfTokens(row(ids), row(positions), mask, None, None)
     # Logits are read at the last token of each prompt and at each growing token; the others' are never computed.
     ends = np.concatenate([np.cumsum(lengths, dtype=np.int64) - 1, sum(lengths) + np.arange(len(step.grows))])
     # The samples of a prompt draw from one row of logits, each with its own stream.
     rows = np.repeat(np.arange(len(ends)), step.draws_per_row)
     return RowOfTokens(
-        {"input_ids": row(ids), "position_ids": row(positions), "mask": mask},
-        mask.slots,
-        torch.from_numpy(ends).to(device),
-        torch.from_numpy(rows).to(device),
+        row(ids), row(positions), mask, torch.from_numpy(ends).to(device), torch.from_numpy(rows).to(device)
     )
 
 
 def _past(grows: Sequence[Growing], page_tokens: int, device: torch.device) -> list[Past]:
-    """Blocks of sequences (sorted by length) whose longest is at most about 1.5 times as long as the shortest.
+    """The blocks of the sequences, and of those apart others, whose longest is at most about 1.5 times as long as the
+    shortest.
 
-    Attention over a block reads all its sequences to the length of the longest; what it reads beyond a shorter one is waste.
+    Attention reads all sequences of one to the length of the longest; what it reads beyond a shorter one is waste.
     """
+    past: list[Past] = []
+    for block, of_block in groupby(grows, lambda sequence: sequence.block):
+        sequences = list(of_block)
+        if block is None:
+            past += _apart(sequences, page_tokens, device)
+        else:
+            places = SideBySide(len(sequences), block.first * page_tokens, block.stride * page_tokens)
+            past.append(Past(places, [sequence.cached for sequence in sequences], device))
+    return past
+
+
+def _apart(grows: Sequence[Growing], page_tokens: int, device: torch.device) -> list[Past]:
     blocks, first = [], 0
     pages = [-(-sequence.cached // page_tokens) for sequence in grows]
     while first < len(grows):
@@ -90,7 +106,7 @@ def _past(grows: Sequence[Growing], page_tokens: int, device: torch.device) -> l
             after += 1
         block, width = grows[first:after], pages[after - 1]
         tables = np.stack([sequence.table[:width] for sequence in block])
-        lengths = torch.tensor([sequence.cached for sequence in block]).to(device)
-        blocks.append(Past(torch.from_numpy(tables).to(device), lengths, block[-1].cached))
+        places = Apart(torch.from_numpy(tables).to(device), page_tokens)
+        blocks.append(Past(places, [sequence.cached for sequence in block], device))
         first = after
     return blocks

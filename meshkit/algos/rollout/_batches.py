@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshkit.algos.rollout._answers import Answer, Group, draw_tokens, groups_of
+from meshkit.algos.rollout._answers import Answer, Group, draw_tokens, groups_of, noise_of
 from meshkit.algos.rollout._cache import CachePolicy
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._rows import Rows
@@ -26,6 +26,8 @@ class RowsWriter:
         self._sampling, self._stopping, self._policy = sampling, stopping, policy
         self._waiting: deque[list[Group]] = deque()
         self._growing: list[Answer] = []
+        self._drawn = torch.empty(0, dtype=torch.int64)  # the last token of each
+        self._noise = noise_of([], run.mesh.device)
 
     @property
     def done(self) -> bool:
@@ -41,22 +43,27 @@ class RowsWriter:
 
     def step(self, version: int) -> list[Answer]:
         if self._growing:
-            ids = torch.tensor([answer.ids[-1] for answer in self._growing], device=self._run.mesh.device)
-            logits, held = self.rows.grow(ids)
-            reads = torch.arange(len(self._growing), device=self._run.mesh.device)
+            (logits, held), reads = self.rows.grow(self._drawn), None
         elif self._waiting:
             logits, held, reads = self._begin(self._waiting.popleft())
+            self._noise = noise_of(self._growing, self._run.mesh.device)
         else:
             self.rows.idle()
             return []
-        draw_tokens(self._run, logits, reads, self._growing, self._sampling, version=version, held=held)
+        self._drawn = draw_tokens(
+            self._run, logits, reads, self._growing, self._noise, self._sampling, version=version, held=held
+        )
         for answer in self._growing:
             answer.reason = self._stopping.reason(answer.ids)
         kept = [index for index, answer in enumerate(self._growing) if answer.reason is None]
         if kept and len(kept) < len(self._growing):
-            self.rows.keep(torch.tensor(kept, device=self._run.mesh.device))
+            index = torch.tensor(kept, device=self._run.mesh.device)
+            self.rows.keep(index)
+            self._drawn = self._drawn[index]
         ended = [answer for answer in self._growing if answer.reason is not None]
-        self._growing = [self._growing[index] for index in kept]
+        if ended:
+            self._growing = [self._growing[index] for index in kept]
+            self._noise = noise_of(self._growing, self._run.mesh.device)
         return ended
 
     def _begin(self, batch: Sequence[Group]) -> tuple[Tensor | None, Tensor | None, Tensor]:

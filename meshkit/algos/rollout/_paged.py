@@ -7,14 +7,14 @@ Dims: T tokens of the row, N growing sequences, H query heads, K key/value heads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from meshkit.algos.rollout._cache import KeyValueCache
+from meshkit.algos.rollout._cache import KeyValueCache, Places
 from meshkit.models.layers import attention
 
 
@@ -27,55 +27,94 @@ class Begun:
     pages: Tensor | None = None
 
 
-@dataclass(eq=False)
-class Past:
-    """Growing sequences of similar length, next to each other in the row.
+@dataclass(frozen=True)
+class SideBySide:
+    """Sequences in a block, with `stride` slots for each, from the slot `first` on. They are read where they are."""
 
-    pages: [N, pages] of each; beyond its length, its last page again. lengths: [N], with the new token. longest: of them.
+    rows: int
+    first: int
+    stride: int
+
+    def read(self, stored: Tensor, heads: int, tokens: slice) -> Tensor:
+        """[N, K, tokens, D] of a layer's keys or values [S * K, D]."""
+        size = stored.shape[1]
+        of_head = self.stride * size
+        return stored.as_strided(
+            (self.rows, heads, tokens.stop - tokens.start, size),
+            (heads * of_head, of_head, size, 1),
+            (self.first * heads + tokens.start) * size,
+        )
+
+
+class Apart:
+    """Sequences in pages anywhere. pages: [N, pages] of each; beyond its length, its last page again. They are copied to be
+    read.
     """
 
-    pages: Tensor
-    lengths: Tensor
-    longest: int
-    _flat: Tensor = field(init=False)
-    _biases: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    def __init__(self, pages: Tensor, page_tokens: int) -> None:
+        self.rows, self._page_tokens = pages.shape[0], page_tokens
+        self._flat = pages.flatten()  # once, not in every layer
 
-    def __post_init__(self) -> None:
-        self._flat = self.pages.flatten()  # once, not in every layer
+    def read(self, stored: Tensor, heads: int, tokens: slice) -> Tensor:
+        """As of `SideBySide`."""
+        pages = stored.view(-1, self._page_tokens, heads, stored.shape[1]).index_select(0, self._flat)
+        return pages.view(self.rows, -1, *pages.shape[2:])[:, tokens].transpose(1, 2)
 
-    def read(self, paged: Tensor) -> Tensor:
-        """[N, S, K, D] of a layer's keys or values [pages, page_tokens, K, D]."""
-        rows = paged.index_select(0, self._flat)
-        by_sequence = rearrange(rows, "(n pages) slots k d -> n (pages slots) k d", n=self.pages.shape[0])
-        return by_sequence[:, : self.longest]
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The attention bias [N, 1, 1, S]: 0 for the tokens that a sequence has and sees, else -inf. Made once a step."""
-        if (window, dtype) not in self._biases:
-            position_S = torch.arange(self.longest, device=self.lengths.device)
-            lengths_N1 = rearrange(self.lengths, "n -> n 1")
-            seen_NS = position_S < lengths_N1
+class Past:
+    """Growing sequences of similar length, next to each other in the row. lengths: of each, with the new token."""
+
+    def __init__(self, places: SideBySide | Apart, lengths: Sequence[int], device: torch.device) -> None:
+        self.places, self.rows, self.longest = places, len(lengths), max(lengths)
+        # Sequences of one length see all that is read, and need no bias.
+        self._lengths_N1 = None if min(lengths) == self.longest else torch.tensor(lengths).unsqueeze(1).to(device)
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def go_on(self) -> None:
+        """Each sequence has one more token."""
+        self.longest += 1
+        if self._lengths_N1 is not None:
+            self._lengths_N1 = self._lengths_N1 + 1
+            self._biases = {}
+
+    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[slice, Tensor | None]:
+        """(tokens to read, the attention bias of them [N, 1, 1, tokens]: 0 where a sequence has and sees one, else -inf)."""
+        if self._lengths_N1 is None:
+            return slice(0 if window is None else max(0, self.longest - window), self.longest), None
+        if (window, dtype) not in self._biases:  # made once a step
+            position_S = torch.arange(self.longest, device=self._lengths_N1.device)
+            hidden_NS = position_S >= self._lengths_N1
             if window is not None:
-                seen_NS &= position_S >= lengths_N1 - window
-            bias_NS = torch.zeros(seen_NS.shape, dtype=dtype, device=seen_NS.device).masked_fill_(~seen_NS, -torch.inf)
-            self._biases[window, dtype] = rearrange(bias_NS, "n s -> n 1 1 s")
-        return self._biases[window, dtype]
+                hidden_NS |= position_S < self._lengths_N1 - window
+            bias_NS = torch.zeros(hidden_NS.shape, dtype=dtype, device=hidden_NS.device)
+            self._biases[window, dtype] = bias_NS.masked_fill_(hidden_NS, -torch.inf)[:, None, None]
+        return slice(0, self.longest), self._biases[window, dtype]
 
 
 class PagedAttention:
-    """The `mask` argument of a model in generation: attention that stores keys and values in the KV cache. One for each step.
+    """The `mask` argument of a model in generation: attention that stores keys and values in the KV cache, for a step.
 
-    slots: [T without padding], where in the cache each token of the row goes. prompts: those that begin. past: the
+    places: [T without padding], where in the cache each token of the row goes. prompts: those that begin. past: the
     growing sequences, in blocks. See `meshkit.models.layers.SplitAttention` for the protocol.
     """
 
     # Not a dataclass: FSDP walks through dataclasses among a forward's inputs, to cast and move the tensors in them.
 
     def __init__(
-        self, cache: KeyValueCache, slots: Tensor, prompts: Sequence[Begun] = (), past: Sequence[Past] = ()
+        self, cache: KeyValueCache, places: Places, prompts: Sequence[Begun] = (), past: Sequence[Past] = ()
     ) -> None:
-        self.cache, self.slots, self.prompts, self.past = cache, slots, prompts, past
+        self.cache, self.places, self.prompts, self.past = cache, places, prompts, past
+        self.tokens = places.start.shape[0]
+        self._rows: dict[int, Tensor] = {}
         self._layer = 0  # counts calls: layers attend once a step, always in the same order
+
+    def go_on(self) -> None:
+        """The next step of sequences that all are in blocks, where the next token of each has the next place."""
+        self.places = self.places._replace(offset=self.places.offset + 1)
+        self._rows = {heads: rows + 1 for heads, rows in self._rows.items()}
+        self._layer = 0
+        for past in self.past:
+            past.go_on()
 
     def windowed(self, window: int | None) -> PagedAttention | _Windowed:
         return self if window is None else _Windowed(self, window)
@@ -92,10 +131,16 @@ class PagedAttention:
 
         q: [1, T, H, D]; k, v: [1, T, K, D]. Returns [1, T, H, D].
         """
-        real, tokens = self.slots.shape[0], q_BTHD.shape[1]
-        keys, values = self.cache.write(self._layer, self.slots, k_BTKD[0, :real], v_BTKD[0, :real])
+        # See [Note: views where a token is drawn].
+        q_THD, k_TKD, v_TKD = q_BTHD[0], k_BTKD[0], v_BTKD[0]
+        tokens, heads = q_THD.shape[0], k_TKD.shape[1]
+        if heads not in self._rows:
+            self._rows[heads] = self.places.rows(heads)
+        if self.tokens < tokens:
+            k_TKD, v_TKD = k_TKD[: self.tokens], v_TKD[: self.tokens]
+        keys, values = self.cache.write(self._layer, self._rows[heads], k_TKD, v_TKD)
         self._layer += 1
-        if not q_BTHD.shape[2]:  # a rank without heads: tp is larger than their number
+        if not q_THD.shape[1]:  # a rank without heads: tp is larger than their number
             return torch.zeros_like(q_BTHD)
         outs, start = [], 0
         for begun in self.prompts:
@@ -104,16 +149,15 @@ class PagedAttention:
                 k_BSKD, v_BSKD = k_BTKD[:, row], v_BTKD[:, row]
             else:
                 # Its own keys are there, too: they were written before any token attends.
-                k_BSKD, v_BSKD = (_read(paged, begun) for paged in (keys, values))
-            outs.append(_prefill(q_BTHD[:, row], k_BSKD, v_BSKD, window))
+                k_BSKD, v_BSKD = (_read(stored, heads, begun, self.cache.page_tokens) for stored in (keys, values))
+            outs.append(_prefill(q_BTHD[:, row], k_BSKD, v_BSKD, window)[0])
             start += begun.tokens
         for past in self.past:
-            row = slice(start, start + past.lengths.shape[0])
-            outs.append(rearrange(_decode(q_BTHD[0, row], keys, values, past, window), "n h d -> 1 n h d"))
-            start += past.lengths.shape[0]
+            outs.append(_decode(q_THD[start : start + past.rows], keys, values, heads, past, window))
+            start += past.rows
         if start < tokens:
-            outs.append(torch.zeros_like(q_BTHD[:, start:]))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+            outs.append(torch.zeros_like(q_THD[start:]))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
 
 class _Windowed:
@@ -129,11 +173,11 @@ class _Windowed:
         return self._attention.attend(q_BTHD, k_BTKD, v_BTKD, window=self._window)
 
 
-def _read(paged: Tensor, begun: Begun) -> Tensor:
-    """[1, S, K, D] of a layer's keys or values [pages, page_tokens, K, D]: a prompt's, known and new."""
+def _read(stored: Tensor, heads: int, begun: Begun, page_tokens: int) -> Tensor:
+    """[1, S, K, D] of a layer's keys or values: a prompt's, known and new."""
     assert begun.pages is not None
-    rows = rearrange(paged.index_select(0, begun.pages), "pages slots k d -> 1 (pages slots) k d")
-    return rows[:, : begun.known + begun.tokens]
+    pages = stored.view(-1, page_tokens, heads, stored.shape[1]).index_select(0, begun.pages)
+    return pages.flatten(0, 1)[None, : begun.known + begun.tokens]
 
 
 def _prefill(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, window: int | None) -> Tensor:
@@ -149,10 +193,14 @@ def _prefill(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, window: int | None)
     return attention(q_BTHD, k_BSKD, v_BSKD, seen_TS)
 
 
-def _decode(q_NHD: Tensor, keys: Tensor, values: Tensor, past: Past, window: int | None) -> Tensor:
+def _decode(q_NHD: Tensor, keys: Tensor, values: Tensor, heads: int, past: Past, window: int | None) -> Tensor:
     """One new token of each sequence over its cached past."""
+    tokens, bias = past.seen(window, q_NHD.dtype)
     # Each sequence has one query token, so the query heads of a key/value head take the dim of tokens: keys need no repeat.
-    q_NKGD = rearrange(q_NHD, "n (k g) d -> n k g d", k=keys.shape[2])
-    k_NKSD, v_NKSD = (rearrange(past.read(paged), "n s k d -> n k s d") for paged in (keys, values))
-    out_NKGD = F.scaled_dot_product_attention(q_NKGD, k_NKSD, v_NKSD, attn_mask=past.bias(window, q_NHD.dtype))
-    return rearrange(out_NKGD, "n k g d -> n (k g) d")
+    out_NKGD = F.scaled_dot_product_attention(
+        q_NHD.unflatten(1, (heads, -1)),
+        past.places.read(keys, heads, tokens),
+        past.places.read(values, heads, tokens),
+        attn_mask=bias,
+    )
+    return out_NKGD.flatten(1, 2)

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens
-from meshkit.algos.rollout._batch import row_of
+from meshkit.algos.rollout._answers import Answer, add_entries, draw_tokens, noise_of
+from meshkit.algos.rollout._batch import RowOfTokens, row_of
+from meshkit.algos.rollout._blocks import Growing
+from meshkit.algos.rollout._cache import Places
 from meshkit.algos.rollout._engine import Sampling, Stopping
 from meshkit.algos.rollout._fingerprints import features_of, top_entries
 from meshkit.algos.rollout._kept import KeptCache
 from meshkit.algos.rollout._routing import stacked, summed
-from meshkit.algos.rollout._scheduler import Growing, Scheduler
+from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.loss.linear_logits import LinearLogits, head_of
 from meshkit.moe.replay import open_routers, recording
 from meshkit.step import Run
@@ -46,7 +48,9 @@ class PagedWriter:
         self._run, self._sampling, self._stopping = run, sampling, stopping
         self._kept, self._cache = cache, cache.store
         self._scheduler = Scheduler(sampling, cache.policy, self._cache.pages, cache.prefixes if kept else None)
-        self._logit_tokens = torch.empty(0, dtype=torch.int64)
+        self._row: RowOfTokens | None = None
+        self._drawn = torch.empty(0, dtype=torch.int64)
+        self._noise = noise_of([], run.mesh.device)
         self._routing = routing
         if routing and self._cache.choices is None:
             place = open_routers(run.model)
@@ -69,17 +73,20 @@ class PagedWriter:
 
     def step(self, version: int) -> list[Answer]:
         run, step = self._run, self._scheduler.next_step()
-        # With sequence parallelism tp splits the row of tokens evenly.
-        multiple = run.mesh.spec.tp if run.resolved.sequence else 1
-        row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
-        self._logit_tokens = row.logit_tokens
+        if step.goes_on and self._row is not None and self._row.logit_tokens is None:
+            row = self._row.go_on(self._drawn)
+        else:
+            # With sequence parallelism tp splits the row of tokens evenly.
+            multiple = run.mesh.spec.tp if run.resolved.sequence else 1
+            row = row_of(step, self._cache, multiple=multiple, device=run.mesh.device)
+        self._row = row
         self._cache.copy(*step.copies_before)
         with ExitStack() as stack:
             recorded = stack.enter_context(recording()) if self._routing else {}
             logits = run.infer(row.inputs, _logits)
         if recorded:
             routers, choices_1TrK = stacked(run, recorded)
-            self._cache.write_choices(row.slots, routers, choices_1TrK[0, : len(row.slots)])
+            self._cache.write_choices(row.mask.places.slots, routers, choices_1TrK[0, : row.mask.tokens])
         # Only now: the copied pages hold the prompt that this forward computed.
         self._cache.copy(*step.copies)
         self._kept.count(step)
@@ -87,7 +94,9 @@ class PagedWriter:
         if not draws:
             return []
         answers = [sequence.answer for sequence in draws]
-        draw_tokens(run, logits, row.rows, answers, self._sampling, version=version)
+        if not step.goes_on:
+            self._noise = noise_of(answers, run.mesh.device)
+        self._drawn = draw_tokens(run, logits, row.rows, answers, self._noise, self._sampling, version=version)
         if self._features is not None:
             add_entries(run, self._codes, row.rows, answers, features=self._features)
         for answer in answers:
@@ -101,12 +110,10 @@ class PagedWriter:
     def _read_choices(self, ended: Sequence[Growing]) -> None:
         """Wire: with pp an all-reduce of them over it."""
         assert self._cache.choices is not None
-        size = self._cache.page_tokens
-        slots = [sequence.table[np.arange(sequence.cached) // size] * size for sequence in ended]
-        slots = [first + np.arange(len(first)) % size for first in slots]
-        index = torch.from_numpy(np.concatenate(slots)).to(self._cache.choices.device)
-        choices = summed(self._cache.choices.index_select(0, index), self._run.mesh["pp"]).cpu().numpy()
-        parts = np.split(choices, np.cumsum([len(each) for each in slots])[:-1])
+        size, device = self._cache.page_tokens, self._cache.choices.device
+        slots = Places.of([span for each in ended for span in each.spans(0, each.cached, size)], device).slots
+        choices = summed(self._cache.choices.index_select(0, slots), self._run.mesh["pp"]).cpu().numpy()
+        parts = np.split(choices, np.cumsum([each.cached for each in ended])[:-1])
         for sequence, part in zip(ended, parts, strict=True):
             # The last token is never put into the cache: no router has seen it.
             sequence.answer.routing = np.pad(part, ((0, 1), (0, 0), (0, 0)))
@@ -121,7 +128,9 @@ class PagedWriter:
             return
 
         def select(module: nn.Module, args: Any) -> Any:
-            hidden = args[0].index_select(1, self._logit_tokens)
+            hidden = args[0]
+            if self._row is not None and self._row.logit_tokens is not None:
+                hidden = hidden.index_select(1, self._row.logit_tokens)
             if self._features is not None:
                 self._codes = top_entries(hidden[0])
             return hidden, *args[1:]

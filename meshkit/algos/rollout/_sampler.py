@@ -23,11 +23,35 @@ from meshkit.loss import vocabulary_part
 from meshkit.loss.vocab_parallel import subtract_peak_, sum_over, wide_dtype
 
 
-def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+class Noise:
+    """Exponential noise of the next tokens of N answers. base_N: their streams of random numbers; positions_N: of the tokens.
+
+    It depends on no logits. So it is made for more and more steps at a time while the answers stay the same: where few draw,
+    the time is that of launches and not of numbers.
+    """
+
+    MOST = 1 << 16  # numbers that are made at a time for steps ahead
+
+    def __init__(self, base_N: Tensor, positions_N: Tensor) -> None:
+        self._base_N, self._positions_N = base_N, positions_N
+        self._steps, self._ahead = 1, list[Tensor]()
+
+    def of_next(self, first: int, tokens: int) -> Tensor:
+        """[N, V] in fp32 for this rank's tokens, at the next position."""
+        if not self._ahead:
+            steps = min(self._steps, max(1, self.MOST // max(1, len(self._base_N) * tokens)))
+            positions_PN = self._positions_N + torch.arange(steps, device=self._positions_N.device).unsqueeze(1)
+            noise_PNV = _exponential(random_bits(positions_PN, self._base_N, 63), first, tokens)
+            self._ahead = list(noise_PNV.unbind())[::-1]
+            self._positions_N, self._steps = self._positions_N + steps, 2 * self._steps
+        return self._ahead.pop()
+
+
+def choose(logits: Tensor, rows_N: Tensor | None, noise: Noise, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """(ids [N] int64, their log-probabilities [N] in fp32 at least), the same on every rank of tp.
 
-    logits: [rows, V], plain or a DTensor sharded on its vocabulary. rows_N: the row of logits that each draw reads.
-    streams_N: int64, the stream of random numbers of each draw; unused when greedy.
+    logits: [rows, V], plain or a DTensor sharded on its vocabulary. rows_N: the row of logits that each draw reads, None for
+    each its own. noise: unused when greedy.
     Wire, sharded logits only: all-reduces of a maximum and a sum per row and an all-gather of three numbers per draw; with
     top_k an all-gather of top_k log-probabilities per row and rank, with top_p alone one of the whole logits.
     """
@@ -36,33 +60,32 @@ def choose(logits: Tensor, rows_N: Tensor, streams_N: Tensor, sampling: Sampling
     if isinstance(logits, DTensor):
         logits, first, axis = vocabulary_part("generate", logits)
     # One copy in the wide dtype, on which all that follows works in place: logits of a step are [rows, V].
-    wide = logits.to(wide_dtype(logits.dtype), copy=True).div_(sampling.temperature or 1.0)
+    wide = logits.to(wide_dtype(logits.dtype), copy=True)
+    if sampling.temperature not in (0, 1):
+        wide.div_(sampling.temperature)
     subtract_peak_(wide, axis)
     # After the peak is taken off: exp of raw logits overflows.
     odds = wide.exp()
     (total,) = sum_over(axis, odds.sum(-1))
-    log_probs = wide.sub_(total.log().unsqueeze(-1))
-    if len(rows_N) > len(wide):  # several samples of one prompt; else each row is drawn from once, in order
-        log_probs, odds = log_probs[rows_N], odds[rows_N]
-    scores = log_probs
+    log_total = total.log()
+    if rows_N is not None and len(rows_N) > len(wide):  # several samples of one prompt; else each has its own, in order
+        wide, odds, log_total = wide[rows_N], odds[rows_N], log_total[rows_N]
+    scores = wide
     if sampling.temperature:
-        scores = odds.div_(_exponential(streams_N, first, odds.shape[-1]))
+        scores = odds.div_(noise.of_next(first, odds.shape[-1]))
     if sampling.temperature and sampling.filters:
+        log_probs = wide - log_total.unsqueeze(-1)
         scores = scores.masked_fill(log_probs < _threshold(log_probs, axis, sampling).unsqueeze(-1), -torch.inf)
-    return _largest(scores, log_probs, first, axis)
+    ids_N, chosen_N = _largest(scores, wide, first, axis)
+    return ids_N, chosen_N - log_total
 
 
-def streams(base_N: Tensor, positions_N: Tensor) -> Tensor:
-    """The stream of random numbers of the token at each position, from the streams of the answers."""
-    return random_bits(positions_N, base_N, 63)
-
-
-def _exponential(streams_N: Tensor, first: int, tokens: int) -> Tensor:
-    """Exponential noise [N, V] in fp32 for this rank's tokens: -log(1 - u), u uniform."""
+def _exponential(streams: Tensor, first: int, tokens: int) -> Tensor:
+    """Exponential noise [..., V] in fp32 of streams [...] for this rank's tokens: -log(1 - u), u uniform."""
     # Small noise decides, and comes from small u, which fp32 holds to full relative precision: so log1p(-u) of u itself, not
     # log of 1 - u. The clamps keep u from 0, where a quotient would be infinite, and from 1, where the noise would be.
-    token_V = torch.arange(first, first + tokens, device=streams_N.device)
-    uniform = random_bits(token_V, streams_N.unsqueeze(-1), 53).float().mul_(2.0**-53)
+    token_V = torch.arange(first, first + tokens, device=streams.device)
+    uniform = random_bits(token_V, streams.unsqueeze(-1), 53).float().mul_(2.0**-53)
     return uniform.clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
 
 
@@ -107,20 +130,21 @@ def _peak(log_probs: Tensor, axis: DeviceMesh | None) -> Tensor:
     return peak
 
 
-def _largest(scores: Tensor, log_probs: Tensor, first: int, axis: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """The token with the largest score, and its log-probability; of equal scores the first token."""
+def _largest(scores: Tensor, wide: Tensor, first: int, axis: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """The token [N] with the largest score, and its entry [N] of `wide`; of equal scores the first token."""
+    if axis is None:
+        best = scores.argmax(-1, keepdim=True)
+        return best.squeeze(-1), wide.gather(-1, best).squeeze(-1)
     if scores.shape[-1]:
         best = scores.argmax(-1, keepdim=True)
         best_3N = torch.stack(
-            [scores.gather(-1, best).double(), (best + first).double(), log_probs.gather(-1, best).double()]
+            [scores.gather(-1, best).double(), (best + first).double(), wide.gather(-1, best).double()]
         ).squeeze(-1)
     else:
         best_3N = scores.new_full((3, len(scores)), -torch.inf, dtype=torch.float64)
-    if axis is not None:
-        # Scores, ids and log-probabilities in one message of fp64, which holds ids exactly. argmax takes the first of equal
-        # scores, and ranks are in the order of the vocabulary, so the choice does not depend on tp.
-        best_R3N = all_gather(rearrange(best_3N, "three n -> 1 three n"), 0, axis)
-        rank_N = best_R3N[:, 0].argmax(0)
-        best_3N = best_R3N.gather(0, repeat(rank_N, "n -> 1 three n", three=3))[0]
-    _, ids_N, log_probs_N = best_3N
-    return ids_N.long(), log_probs_N.to(log_probs.dtype)
+    # Scores, ids and entries in one message of fp64, which holds ids exactly. argmax takes the first of equal scores, and
+    # ranks are in the order of the vocabulary, so the choice does not depend on tp.
+    best_R3N = all_gather(rearrange(best_3N, "three n -> 1 three n"), 0, axis)
+    rank_N = best_R3N[:, 0].argmax(0)
+    _, ids_N, wide_N = best_R3N.gather(0, repeat(rank_N, "n -> 1 three n", three=3))[0]
+    return ids_N.long(), wide_N.to(wide.dtype)

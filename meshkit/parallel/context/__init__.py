@@ -22,8 +22,11 @@ from ._pieces import chain_of as chain_of
 from ._doors import Doors as Doors
 from ._doors import Mixer as Mixer
 from ._reading import Reader as Reader
+from ._sparse_attention import ChosenBlocks as ChosenBlocks
+from ._sparse_attention import watching_choices as watching_choices
 from ._split import Context as Context
 from ._split_mask import SplitMask as SplitMask
+from ._traffic import block_traffic as block_traffic
 from ._traffic import halo_traffic as halo_traffic
 from ._traffic import Shape as Shape
 from ._traffic import state_traffic as state_traffic

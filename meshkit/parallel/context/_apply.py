@@ -32,7 +32,7 @@ from meshkit.parallel.lengths import LengthCosts
 from meshkit.plan import auto_plan, match_names
 from meshkit.plan.match import listed, match_blocks
 from meshkit.program import Program, example_of, without_values
-from meshkit.strategy import ContextPolicy, IfUnproved
+from meshkit.strategy import ContextPolicy, IfUnproved, Sparse
 
 
 def context_parallel(
@@ -79,19 +79,20 @@ def context_parallel(
             f"context_parallel: this {type(module).__name__} went through it already, and would split what is split. Call it "
             "once for each module."
         )
-    if mesh.size() > 1 and _torch.is_compiled(module):
+    policy = policy or ContextPolicy()
+    reaches = policy.reaches(mesh.size())
+    if reaches and _torch.is_compiled(module):
         raise PlanError(
             f"context_parallel: this {type(module).__name__} is compiled already, and what is proved before its first "
             "forward is no part of a graph. Call it on the model as it was, and compile what it returns."
         )
-    policy = policy or ContextPolicy()
     reading = reading or plan_context(
         Program(without_values(module)), policy, size=mesh.size(), attention=attention, closed={}, unproved=unproved
     )
     reader, doors = reading
     config = getattr(module, "config", None)
-    # Of one rank, nothing asks for the shape; and a config may have none that is all layers'.
-    config = config if mesh.size() > 1 else None
+    # Where attention stays on its rank, nothing asks for the shape; and a config may have none that is all layers'.
+    config = config if reaches else None
     shape = attention_shape(config, heads, dtype or next((p.dtype for p in module.parameters()), torch.float32))
     # Calls of scaled_dot_product_attention never read positions, so position_ids cannot mark documents for them: causal over
     # the whole row. Nor can they where the model masks its scores itself.
@@ -119,7 +120,7 @@ def context_parallel(
         if policy.groups != "fixed" and mesh.size() > 1
         else None,
     )
-    if mesh.size() == 1:
+    if not reaches:
         return module
     doors.open(module)
     if routers := [name for name, child in module.named_modules() if hasattr(child, "reduce_counts")]:
@@ -157,7 +158,7 @@ def plan_context(
     if blocks is None and replicate and program.parameters:
         blocks = match_blocks(auto_plan(model).blocks, program.modules)
     reader = Reader(program, named, closed, replicate=replicate, blocks=tuple(blocks or ()))
-    if size == 1:
+    if not policy.reaches(size):
         return reader, Doors(intercepted=named)
     _refuse_dropout(model)
     call = _call(program, policy)
@@ -165,6 +166,8 @@ def plan_context(
         doors = Doors(intercepted=named) if call is None else reader.doors(call, fits)
         if policy.groups != "fixed":
             _refuse_in_groups(policy, doors, mask=reader.takes_mask or doors.registry)
+        if policy.sparse is not None:
+            _refuse_in_sparse(policy.sparse, doors)
         return reader, doors
     raise PlanError(
         f"context_parallel: {type(model).__name__}.forward takes no `mask` and no token ids by which it could be read, so "
@@ -197,6 +200,20 @@ def _refuse_in_groups(policy: ContextPolicy, doors: Doors, *, mask: bool) -> Non
         )
     if why:
         raise PlanError(f"context groups={policy.groups!r}: {why}. Use groups='fixed'.")
+
+
+def _refuse_in_sparse(sparse: Sparse, doors: Doors) -> None:
+    """Of a model with layers that would not see chosen blocks, or whose states would go from rank to rank at every block.
+    Raises: PlanError."""
+    why = ""
+    if doors.mixers:
+        why = "the model has recurrent mixers, whose state would go to another rank at the end of each block"
+    elif doors.by_hand:
+        why = "the model's own code computes with all pairs of tokens"
+    elif doors.whole:
+        why = f"{next(iter(doors.whole))!r} runs on all tokens (unproved='replicate'), with all pairs where it attends"
+    if why:
+        raise PlanError(f"context sparse={type(sparse).__name__}: {why}. Leave sparse away.")
 
 
 def refuse_whole_tokens(doors: Doors) -> None:
@@ -268,7 +285,7 @@ def split_batch(module: nn.Module, batch: dict[str, Tensor], *, mask: Mask | Non
     context = context_of(module)
     if context is None:
         raise PlanError(f"split_batch: {type(module).__name__} did not go through context_parallel. Call that first.")
-    if context.axis.size() == 1:
+    if not context.policy.reaches(context.axis.size()):
         if mask is None:
             return dict(batch)
         if "mask" not in inspect.signature(module.forward).parameters:

@@ -1,4 +1,4 @@
-"""Ring attention, all-gather and group cast: the three ways in which keys and values reach the queries.
+"""Ring attention in one level and two, all-gather and group cast: the ways in which keys and values reach the queries.
 
 Dims: B batch, T tokens of this group, S tokens of another, H query heads, K key/value heads, D head_dim.
 (k, v) travel as one tensor kv [2, B, S, K, D] in the compute dtype, their gradients as one of the accumulator's dtype.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshkit.core.attention_kernels import Backward, Forward
 from meshkit.parallel.context._all_gather import attend_gathered, attend_gathered_backward
+from meshkit.parallel.context._double_ring import double_ring_blocks, double_ring_gradients
 from meshkit.parallel.context._group_cast import cast_blocks, cast_gradients
 from meshkit.parallel.context._layout import Layout, Plan, plan
 from meshkit.parallel.context._ring import ring_blocks, ring_gradients
@@ -58,10 +59,11 @@ def attend_backward(
     running = Backward(dout, q, out, lse, scale, softcap)
     # Other groups' blocks travel a second time: kept from forward, they would be all keys of the sequence on every rank.
     kv = torch.stack((k, v))
-    gradients = ring_gradients if layout.exchange == "ring" else cast_gradients
-    dkv = gradients(_kv_blocks(kv, steps, ring), steps, ring, running)
+    gradients = {"ring": ring_gradients, "double_ring": double_ring_gradients, "group_cast": cast_gradients}
+    dkv = gradients[layout.exchange](_kv_blocks(kv, steps, ring), steps, ring, running)
     return running.dq, dkv
 
 
 def _kv_blocks(kv: Tensor, steps: Plan, ring: RingGroup) -> Iterator[Tensor]:
-    return ring_blocks(kv, steps, ring) if steps.layout.exchange == "ring" else cast_blocks(kv, steps, ring)
+    blocks = {"ring": ring_blocks, "double_ring": double_ring_blocks, "group_cast": cast_blocks}
+    return blocks[steps.layout.exchange](kv, steps, ring)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -21,14 +21,17 @@ from meshkit.core.attention_tiles import Tile, tiles
 from meshkit.mask import Band, Interval, Mask
 from meshkit.parallel.context._assign import Runs
 from meshkit.parallel.context._pattern import Pattern
+from meshkit.strategy import BlockTopK, Sparse, VerticalSlash
 
-KVExchange = Literal["ring", "all_gather", "group_cast"]
-KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "all_gather", "group_cast")
+KVExchange = Literal["ring", "double_ring", "all_gather", "group_cast"]
+KV_EXCHANGES: tuple[KVExchange, ...] = ("ring", "double_ring", "all_gather", "group_cast")
+_SPARSE: tuple[type[Sparse], ...] = (BlockTopK, VerticalSlash)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """runs: the global tokens of each rank in its local order. lengths: local tokens of each rank, end padding included."""
+    """runs: the global tokens of each rank in its local order. lengths: local tokens of each rank, end padding included.
+    sparse: how blocks of keys are chosen, with the documents that are cut into blocks."""
 
     mask: Mask
     runs: tuple[Runs, ...]
@@ -36,6 +39,9 @@ class Layout:
     exchange: KVExchange
     ulysses: int = 1
     kv_heads: int = 1  # all_gather: key/value heads per message
+    node: int = 1  # double_ring: groups of a node
+    sparse: Sparse | None = None
+    documents: Runs = ()
 
     @property
     def ranks(self) -> int:
@@ -124,6 +130,9 @@ class Layout:
             KV_EXCHANGES.index(self.exchange),
             self.ulysses,
             self.kv_heads,
+            self.node,
+            0 if self.sparse is None else 1 + _SPARSE.index(type(self.sparse)),
+            len(self.documents),
         ]
         bands = [value for band in self.mask.bands for value in band]
         ranks = [
@@ -131,7 +140,9 @@ class Layout:
             for runs, length in zip(self.runs, self.lengths, strict=True)
             for value in (length, len(runs), *(edge for run in runs for edge in run))
         ]
-        return torch.tensor([*head, *bands, *ranks], dtype=torch.int64)
+        blocks = [edge for document in self.documents for edge in document]
+        chosen = () if self.sparse is None else astuple(self.sparse)
+        return torch.tensor([*head, *bands, *ranks, *blocks, *chosen], dtype=torch.int64)
 
 
 def layout_of(table: Tensor) -> Layout:
@@ -144,13 +155,17 @@ def layout_of(table: Tensor) -> Layout:
 def _decode(content: bytes) -> Layout:
     # A bytearray, since frombuffer warns of memory that cannot be written.
     values = iter(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
-    tokens, bands, ranks, exchange, ulysses, kv_heads = (next(values) for _ in range(6))
+    tokens, bands, ranks, exchange, ulysses, kv_heads, node, sparse, documents = (next(values) for _ in range(9))
     mask = Mask(tokens, tuple(Band(*(next(values) for _ in range(6))) for _ in range(bands)))
     lengths, runs = [], []
     for _ in range(ranks):
         lengths.append(next(values))
         runs.append(tuple((next(values), next(values)) for _ in range(next(values))))
-    return Layout(mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange], ulysses, kv_heads)
+    blocks = tuple((next(values), next(values)) for _ in range(documents))
+    kind = _SPARSE[sparse - 1] if sparse else None
+    chosen = None if kind is None else kind(**dict(zip((each.name for each in fields(kind)), values, strict=True)))
+    split = mask, tuple(runs), tuple(lengths), KV_EXCHANGES[exchange]
+    return Layout(*split, ulysses, kv_heads, node, chosen, blocks)
 
 
 @dataclass(frozen=True)
@@ -167,12 +182,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel calls and messages of one group. steps[t] computes with the keys of group (group - t)."""
+    """The kernel calls and messages of one group. steps[t] computes with the keys of group `owner_at(t)`."""
 
     layout: Layout
     group: int
     steps: list[Step]
     sends: list[tuple[Interval, ...]]  # group_cast: sends[t] are the keys that group (group + t) needs
+
+
+def owner_at(layout: Layout, group: int, t: int) -> int:
+    """Whose keys a group computes with in step t: of group - t, or in two levels first of all of its node, then of the node
+    before, ..."""
+    if layout.exchange != "double_ring":
+        return (group - t) % layout.groups
+    (home, place), (o, i) = divmod(group, layout.node), divmod(t, layout.node)
+    return (home - o) % (layout.groups // layout.node) * layout.node + (place - i) % layout.node
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +206,7 @@ def plan(layout: Layout, group: int) -> Plan:
     bands = layout.bands(group)
     steps = []
     for t in range(layout.groups):
-        owner = (group - t) % layout.groups
+        owner = owner_at(layout, group, t)
         visible = bands.get(owner, [])
         keys: tuple[Interval, ...] = ((0, layout.group_length(owner)),)
         # A ring sends whole blocks on, needed here or not: the next group may need what this one does not.

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import Literal
 
 from meshkit.mask import Mask
 from meshkit.parallel.context._assign import Runs, assign, cut, received, work
+from meshkit.parallel.context._blocks import blocks_of, pairs_of, striped
 from meshkit.parallel.context._layout import KVExchange, Layout
-from meshkit.parallel.context._traffic import Shape, total, traffic
+from meshkit.parallel.context._traffic import Shape, across_nodes, choice_traffic, total, traffic
 from meshkit.strategy import Balance, ContextPolicy
 
 BALANCED = 1.05  # work of the busiest rank over the mean that "auto" accepts to send less
@@ -21,7 +23,7 @@ class Choice:
     """A layout and why it was chosen. imbalance: work of the busiest group of ranks over the mean."""
 
     layout: Layout
-    balance: Balance
+    balance: Balance | Literal["striped"]
     imbalance: float
     reason: str
 
@@ -35,6 +37,8 @@ class Choice:
 
 
 def _scheme(layout: Layout) -> str:
+    if layout.sparse is not None:
+        return str(layout.sparse)
     if layout.groups == 1:
         return "ulysses"
     return (f"ulysses={layout.ulysses} × " if layout.ulysses > 1 else "") + layout.exchange
@@ -47,6 +51,8 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     multiple: each rank's tokens are padded to a multiple of it, and to at least one.
     """
     policy.refuse_misfit(ranks)
+    if policy.sparse is not None:
+        return _choose_sparse(mask, ranks, policy, shape, multiple)
     # By bytes of the busiest sender and not of all: the others wait for it. On a tie the first candidate, which splits heads
     # least.
     candidates = list(_candidates(mask, ranks, policy, shape, multiple))
@@ -56,7 +62,35 @@ def choose(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, *, multi
     reason = f"bytes a layer: {names[best]}"
     if len(candidates) > 1:
         reason += f", the fewest; {', '.join(name for name in names if name != names[best])}"
+    if policy.scheme == "double_ring" and ranks > 1:
+        two, one = (candidates[best][0], replace(candidates[best][0], exchange="ring"))
+        cards = [max(across_nodes(each, rank, shape, node=policy.node) for rank in range(ranks)) for each in (two, one)]
+        reason += (
+            f"; {cards[0]:,} over each network card of a node of {policy.node} ranks, {cards[1]:,} over one in a ring"
+        )
     return Choice(*candidates[best], reason)
+
+
+def _choose_sparse(mask: Mask, ranks: int, policy: ContextPolicy, shape: Shape, multiple: int) -> Choice:
+    """Whole blocks in turn. Work and bytes are the most that can be chosen."""
+    assert policy.sparse is not None
+    documents, runs = striped(mask, ranks, policy.sparse.block)
+    lengths = tuple(padded_length(sum(after - first for first, after in piece), multiple) for piece in runs)
+    layout = Layout(mask, tuple(runs), lengths, "group_cast", sparse=policy.sparse, documents=documents)
+    loads = []
+    for rank in range(ranks):
+        shown = pairs_of(layout, rank).candidates.sum(1).tolist()
+        sizes = blocks_of(layout).size[blocks_of(layout).of(rank)].tolist()
+        loads.append(sum(policy.sparse.most_blocks(count) * size for count, size in zip(shown, sizes, strict=True)))
+    seen = min(1.0, sum(loads) * policy.sparse.block / max(mask.area, 1))
+    reason = f"at most {seen:.0%} of the pairs are seen"
+    if ranks > 1:
+        choices = max(total(choice_traffic(layout, rank, shape)) for rank in range(ranks))
+        reason += (
+            f"; bytes a layer: {choices:,} to choose, at most {_bytes(layout, shape) - choices:,} of chosen blocks, as if "
+            "all that the mask shows a rank were chosen"
+        )
+    return Choice(layout, "striped", _imbalance(loads), reason)
 
 
 def choose_for_rows(
@@ -94,7 +128,8 @@ def _candidates(
         # Balanced over groups only: the ranks of a group exchange tokens for heads, so each works on all of the group's.
         pieces = tuple(piece for group_runs in runs for piece in cut(group_runs, ulysses))
         lengths = tuple(padded_length(sum(after - first for first, after in piece), multiple) for piece in pieces)
-        layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather)
+        node = policy.node // ulysses if exchange == "double_ring" and ranks > 1 else 1
+        layout = Layout(mask, pieces, lengths, exchange, ulysses, policy.kv_heads_per_gather, node)
         yield layout, balance, _imbalance(work(mask, runs))
 
 

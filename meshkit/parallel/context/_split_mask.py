@@ -23,6 +23,7 @@ from meshkit.parallel.context._layout import Layout
 from meshkit.parallel.context._mixers import context_linear_attention, context_short_convolution
 from meshkit.parallel.context._pattern import Pattern
 from meshkit.parallel.context._pieces import halo_of, pieces_of
+from meshkit.parallel.context._sparse_attention import block_counts, context_sparse_attention
 from meshkit.parallel.context._ulysses import heads_of, kv_heads_read, regroup
 
 
@@ -61,6 +62,7 @@ class SplitMask:
         self.ulysses = layout.ulysses
         self.part = self.rank % self.ulysses  # among the ranks of the group, which trade heads for tokens
         self.group_tokens = layout.group_length(self.rank // self.ulysses)
+        self.blocks = block_counts(layout, self.rank) if layout.sparse is not None else []
         self._followed: dict[Pattern, SplitMask] = {}
         # Of recurrent mixers: how many pieces of documents this rank has, and how many tokens of others it reads, by width.
         self._pieces: int | None = None
@@ -158,8 +160,14 @@ class SplitMask:
                 f"context parallelism: queries {tuple(q_BTHD.shape)}, keys {tuple(k_BTKD.shape)} and values "
                 f"{tuple(v_BTKD.shape)} do not fit. Query heads are a multiple of key/value heads, and all have one head_dim."
             )
+        output: Tensor
+        if self.blocks:
+            output = context_sparse_attention(
+                q_BTHD, k_BTKD, v_BTKD, self.table, self.blocks, self.group, scale, softcap, sinks
+            )[0]
+            return output
         if self.ulysses == 1:
-            output: Tensor = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale, softcap, sinks)[0]
+            output = context_attention(q_BTHD, k_BTKD, v_BTKD, self.table, self.group, scale, softcap, sinks)[0]
             return output
         q_heads = len(even_part(heads, self.ulysses, self.part))
         k_heads = len(kv_heads_read(self.part, self.ulysses, heads, kv_heads))

@@ -287,7 +287,7 @@ def _local_batch(rank_model: RankModel, batch: LocalBatch) -> LocalBatch:
     """The tokens of the microbatch that this rank holds under context parallelism, and how attention is computed."""
     # How tokens are split depends on who sees whom, so it is decided for each microbatch, as `split_batch` does in the run.
     spec = rank_model.spec
-    if spec.cp == 1:
+    if not rank_model.context.reaches(spec.cp):
         return batch
     config, doors = getattr(rank_model.model, "config", None), rank_model.resolved.reading[1]
     mask = batch.mask if batch.mask is not None else Mask.causal(batch.tokens)

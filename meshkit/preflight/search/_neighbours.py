@@ -9,7 +9,7 @@ from meshkit.errors import MeshkitError
 from meshkit.preflight._flags import row_name
 from meshkit.preflight.search._pricing import Pricing
 from meshkit.preflight.search._result import Neighbour, Tried, reason_of, why_it_loses
-from meshkit.preflight.search._space import Space
+from meshkit.preflight.search._space import Space, offloaded
 from meshkit.strategy import Strategy
 
 
@@ -64,6 +64,11 @@ def _changed(
         other = replace(best, memory=replace(best.memory, recompute=mode), overrides=fixed.overrides)
         if other != best:
             changed.append((f"recompute={mode}", other))
+    for offload in space.offload:
+        memory = replace(best.memory, optimizer=offloaded(best.memory.optimizer, offload))
+        if memory != best.memory:
+            where = "the host" if offload else "the device"
+            changed.append((f"optimizer on {where}", replace(best, memory=memory)))
     for scheme in space.scheme if spec.cp > 1 else ():
         if scheme != best.context.scheme:
             changed.append((f"scheme={scheme}", replace(best, context=replace(best.context, scheme=scheme))))

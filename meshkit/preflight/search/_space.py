@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations, product
 
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
+from meshkit.mesh.spec import AXIS_NAMES
 from meshkit.parallel.shardings import shardings_of, spread_of
 from meshkit.preflight.forecast import Batch
-from meshkit.strategy import DataPolicy, RecomputeMode, Scheme, Strategy
+from meshkit.strategy import DataPolicy, OptimizerOffload, OptimizerPolicy, RecomputeMode, Scheme, Strategy
 
 LIGHTEST: tuple[RecomputeMode, ...] = ("none", "activation", "selective", "full")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
@@ -27,13 +29,14 @@ class Space:
     """Values that a search may choose from. Axes, with None: pp and the dp axes any divisor of the world, tp those inside of
     a node, ep any divisor up to the number of experts; cp and etp are 1 unless they are given.
 
-    zero: None is the strategy's default. data: rows of shardings beside those that zero names; of rows that hold everything
-    over as many ranks on a mesh the first is taken. dp_intra: ranks of dp_shard in a node, where a row shards over nodes;
-    None: as many as a node of the cluster has. microbatches: None is every divisor of a
-    rank's rows that leaves a microbatch at most `rows` of them. mix: of two modes of recompute also both, where memory is
-    looked at, nothing is overridden and the lighter mode does not fit: the first blocks of each rank of pp have the heavier,
-    as few as fit. balance: also the partition of
-    blocks that makes the slowest stage as fast as can be, beside the one by parameters.
+    zero: None is the strategy's default. data: rows of shardings beside those that zero names; of rows that hold
+    everything over as many ranks on a mesh the first is taken. dp_intra: ranks of dp_shard in a node, where a row shards
+    over nodes; None: as many as a node of the cluster has. microbatches: None is every divisor of a rank's rows that
+    leaves a microbatch at most `rows` of them. offload: whether masters and moments lie on the host, and are updated
+    there (`OptimizerOffload`); such a strategy's peak is traced, which takes seconds. mix: of two modes of recompute also
+    both, where memory is looked at, nothing is overridden and the lighter mode does not fit: the first blocks of each
+    rank of pp have the heavier, as few as fit. balance: also the partition of blocks that makes the slowest stage as fast
+    as can be, beside the one by parameters.
     Raises: PlanError for an empty choice.
     """
 
@@ -52,6 +55,7 @@ class Space:
     recompute: tuple[RecomputeMode, ...] = ("none", "selective", "full")
     scheme: tuple[Scheme, ...] = ("all_gather", "ring", "ulysses")
     microbatches: tuple[int, ...] | None = None
+    offload: tuple[bool, ...] = (False,)
     rows: int = 8
     mix: bool = False
     balance: bool = True
@@ -66,7 +70,12 @@ class Space:
         """Less what the strategy says already: its mesh's axes that are not 1, and choices that are not the default."""
         changes: dict[str, tuple[object, ...]] = {}
         if isinstance(fixed.mesh, MeshSpec):
-            changes |= {axis: (size,) for axis, size in vars(fixed.mesh).items() if size not in (1, -1)}
+            if fixed.mesh.placement:
+                raise PlanError(
+                    f"search(fixed=...): the mesh {fixed.mesh.text!r} has a placement, which is of one mesh. Leave it away: "
+                    "on unlike ranks each strategy is placed."
+                )
+            changes |= {axis: (size,) for axis, size in fixed.mesh.sizes(AXIS_NAMES).items() if size not in (1, -1)}
         plain = Strategy()
         chosen: dict[str, tuple[object, object]] = {
             "schedule": (fixed.pipeline.schedule, plain.pipeline.schedule),
@@ -77,6 +86,8 @@ class Space:
             "microbatches": (fixed.microbatches, plain.microbatches),
         }
         changes |= {name: (given,) for name, (given, default) in chosen.items() if given != default}
+        if fixed.memory.optimizer != plain.memory.optimizer:
+            changes["offload"] = (fixed.memory.optimizer.offload is not None,)
         if fixed.context != plain.context:
             changes["scheme"] = (fixed.context.scheme,)
         if fixed.zero is not None:
@@ -172,7 +183,11 @@ class Space:
                 replace(fixed.pipeline, schedule=each) if mesh.pp > 1 else fixed.pipeline for each in schedules
             ]
             contexts = [replace(fixed.context, scheme=each) for each in self.scheme] if mesh.cp > 1 else [fixed.context]
-            memories = [(replace(fixed.memory, recompute=mode), heavier) for mode, heavier in modes]
+            memories = [
+                (replace(fixed.memory, recompute=mode, optimizer=optimizer), heavier)
+                for optimizer in map(partial(offloaded, fixed.memory.optimizer), self.offload)
+                for mode, heavier in modes
+            ]
             for data, zero, fitting in self.rows_of(meshes, fixed, node=node):
                 for count, sequence, pipeline, context, (memory, heavier) in product(
                     counts, sequences, pipelines, contexts, memories
@@ -223,6 +238,13 @@ class Group:
     def strategies(self) -> tuple[Strategy, ...]:
         """Most shards first."""
         return (self.first, *(replace(self.first, mesh=mesh) for mesh in self.meshes[1:]))
+
+
+def offloaded(policy: OptimizerPolicy, offload: bool) -> OptimizerPolicy:
+    """The policy with its states on the host, or on the device; as it is where they are there already."""
+    if offload == (policy.offload is not None):
+        return policy
+    return replace(policy, offload=OptimizerOffload() if offload else None)
 
 
 def divisors(number: int) -> list[int]:

@@ -54,6 +54,8 @@ class Search:
     """also rows of shardings beside the ZeRO stages, on meshes that tell nodes apart: hpZ, PaRO"""
     mix: bool = Space().mix
     """also two modes of recompute in one model, where the lighter one does not fit"""
+    offload: bool = False
+    """also strategies that keep masters and moments on the host; their peaks are traced, which takes seconds each"""
     limit_s: float | None = None
     """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     out: Path | None = None
@@ -118,12 +120,14 @@ def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> S
     if "zero" in given or not options.shardings:
         changes["data"] = (strategy.data,)
     words = [word.partition("=") for word in mesh.replace(",", " ").split()] if "mesh" in given else []
-    for axis, _, size in words:
+    for axis, _, size in words if "placement=" not in mesh else ():  # which `Space.fixed_by` refuses
         ranks, _, inside = size.partition("x")  # as dp_shard=4x8
         nodes = int(inside) if inside else 1
         changes |= {axis: (int(ranks) * nodes,)} if int(ranks) != -1 else {}
         changes |= {"dp_intra": (nodes,)} if inside else {}
-    return replace(Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules, mix=options.mix), **changes)
+    offload = (False, True) if options.offload else Space().offload
+    chosen = Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules, mix=options.mix, offload=offload)
+    return replace(chosen, **changes)
 
 
 def _fixed(strategy: Strategy, given: set[str]) -> Strategy:

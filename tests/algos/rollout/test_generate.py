@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.algos.rollout import CachePolicy, Prompt, Rollout, Sampling, generate, token_values
 from meshkit.algos.rollout._answers import Answer
-from meshkit.algos.rollout._cache import Pages
-from meshkit.algos.rollout._sampler import choose
+from meshkit.algos.rollout._cache import Pages, Span
+from meshkit.algos.rollout._sampler import Noise, choose
 from meshkit.algos.rollout._scheduler import Scheduler
 from meshkit.core.sharding import chunk
 from meshkit.loss import token_log_probs
@@ -203,10 +203,14 @@ def test_greedy_answers_are_those_of_transformers_generate(tmp_path: Path) -> No
         assert found == expected
 
 
+def noise(draws: int) -> Noise:
+    return Noise(torch.arange(draws) * 977, torch.zeros(draws, dtype=torch.int64))
+
+
 def drawn(sampling: Sampling, draws: int) -> Tensor:
     """How often each token is drawn from one row of logits."""
     logits = torch.linspace(-3, 2, 12, dtype=torch.float64).roll(5).unsqueeze(0)
-    ids, log_probs = choose(logits, torch.zeros(draws, dtype=torch.int64), torch.arange(draws) * 977, sampling)
+    ids, log_probs = choose(logits, torch.zeros(draws, dtype=torch.int64), noise(draws), sampling)
     expected = (logits / sampling.temperature).log_softmax(-1)[0, ids]
     assert (log_probs - expected).abs().max() <= TOL_FP64
     return ids.bincount(minlength=12) / draws
@@ -236,7 +240,7 @@ def test_top_p_that_is_met_exactly_takes_no_further_token() -> None:
     kept = transformers.TopPLogitsWarper(0.5)(torch.empty(1, 0), logits).isfinite()
     assert kept.tolist() == [[True, False, False]]
     sampling = Sampling(max_new_tokens=1, top_p=0.5)
-    ids, _ = choose(logits, torch.zeros(200, dtype=torch.int64), torch.arange(200) * 977, sampling)
+    ids, _ = choose(logits, torch.zeros(200, dtype=torch.int64), noise(200), sampling)
     assert not ids.any()
 
 
@@ -246,10 +250,10 @@ def filtered_over_ranks(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     torch.manual_seed(2)
     logits = torch.randn(5, 4, dtype=torch.float64)
     part = chunk(4, 3, axis.get_local_rank())
-    rows, streams = torch.arange(5).repeat(40), torch.arange(200) * 31
+    rows = torch.arange(5).repeat(40)
     sampling = Sampling(max_new_tokens=1, **options)
-    found = choose(sharded_logits(logits[:, part].contiguous(), axis, 4), rows, streams, sampling)
-    expected = choose(logits, rows, streams, sampling)
+    found = choose(sharded_logits(logits[:, part].contiguous(), axis, 4), rows, noise(200), sampling)
+    expected = choose(logits, rows, noise(200), sampling)
     assert (found[1] - expected[1]).abs().max() <= TOL_FP64
     return found[0].tolist(), expected[0].tolist()
 
@@ -294,7 +298,9 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     assert [begin.group.answers[0].prompt.key for begin in step.begins] == [0]
     first, second, third = step.draws
     assert list(first.table[:2]) == list(second.table[:2]) == list(third.table[:2])
-    assert step.copies == ([first.table[2]] * 2, [second.table[2], third.table[2]])
+    assert step.copies == tuple(
+        [Span(4 * each.table[2], 4) for each in row] for row in ((first, first), (second, third))
+    )
     assert pages.used == 5
     for _ in range(3):
         step = scheduler.next_step()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import meshkit as mk
-from meshkit.algos.rollout import CachePolicy, Generation, Prompt, Rollout, Sampling, generate
+from meshkit.algos.rollout import CachePolicy, Generation, KeptCache, Prompt, Rollout, Sampling, _answers, generate
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import AgreementError, DataError
 from tests.algos.rollout.test_generate import (
@@ -218,3 +218,53 @@ def test_versions_count_upwards_and_ranks_agree_on_what_is_asked() -> None:
     for back, apart in pool(2).run(refused):
         assert back.startswith("take_weights(version=3): there is 3 already.")
         assert "samples" in apart
+
+
+class Remembers(nn.Module):
+    """A layer of somebody else, which makes a table at its first forward and multiplies with it ever after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.full((x.shape[-1],), 1.0, dtype=x.dtype) * 1.0
+        return x * self.table
+
+
+def trains_after(kind: str) -> tuple[bool, bool]:
+    """(whether generation ran in inference mode, whether a step after it gave gradients)."""
+    run, seen = start(PLAIN), list[torch.Tensor]()
+    if kind == "module":
+        run.model.layers[0].mlp.act = Remembers()
+        down = run.model.layers[0].mlp.down_proj
+        run.model.layers[0].mlp.down_proj = nn.Sequential(run.model.layers[0].mlp.act, down)
+    elif kind == "hook":
+        run.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    kept, modes, choose = KeptCache(), list[bool](), _answers.choose
+
+    def noted(*given: Any) -> Any:
+        modes.append(torch.is_inference_mode_enabled())
+        return choose(*given)
+
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_answers, "choose", noted)
+            prompts = [Prompt(ids=np.array([3, 5]), key=0)]
+            generate(run, prompts, sampling=Sampling(max_new_tokens=3), cache=kept)
+        handle = run.model.norm.register_forward_hook(
+            lambda module, args, out: None
+        )  # the next call is without the mode
+    handle.remove()
+    ids = torch.tensor([[3, 5, 7, 9]])
+    run.model.zero_grad()
+    loss = run.model(ids).square().sum() + sum(each.sum() for each in seen)
+    loss.backward()
+    return modes[0], all(each.grad is not None for each in run.model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("plain", True), ("module", False), ("hook", False)])
+def test_a_step_after_generation_has_gradients_whatever_modules_and_hooks_keep(kind: str, mode: bool) -> None:
+    ((inference, trained),) = pool(1).run(trains_after, kind)
+    assert inference == mode and trained

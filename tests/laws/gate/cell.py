@@ -13,6 +13,10 @@ MODELS = ("dense", "tied", "qwen", "window", "moe", "mla", "mlp", "transformers"
 MIXERS = ("delta", "mamba2")  # drawn by `draw_hybrid` alone, so that a seed draws what it drew
 ROUTED = ("moe", "mla")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "hanayo", "auto")
+SPARSE = {
+    "top": mk.strategy.BlockTopK(block=3, top=2),
+    "slash": mk.strategy.VerticalSlash(block=2, vertical=2, slash=2, queries=3),
+}
 GROUPS = ("by_length", "flexsp", "bytescale", "zeppelin")
 SPLITS_BACKWARD = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v", "auto")
 
@@ -50,6 +54,8 @@ class Cell:
     sequence: bool = False
     context: str = "auto"
     groups: str = "fixed"  # of cp; others are drawn by `draw_grouped` alone
+    node: int = 8  # of double_ring, drawn by `draw_double_ring` alone
+    sparse: str = ""  # of `SPARSE`, drawn by `draw_sparse` alone
     zero: int = 3
     recompute: str = "none"
     offload: str = "none"
@@ -93,7 +99,8 @@ class Cell:
         parts = ("parameters", "gradients", "states")
         found |= {f"{part}: {level}" for part, level in zip(parts, self.row, strict=False)} or {f"zero {zero}"}
         found |= {"sequence"} if self.sequence and spec.tp > 1 else set()
-        found |= {f"cp: {self.context if self.groups == 'fixed' else self.groups}"} if spec.cp > 1 else set()
+        how = self.sparse or (self.context if self.groups == "fixed" else self.groups)
+        found |= {f"cp: {how}"} if spec.cp > 1 or self.sparse else set()
         found |= {f"pp: {self.schedule}"} if spec.pp > 1 else set()
         found |= {f"recompute: {self.recompute}"} if self.recompute != "none" else set()
         found |= {f"offload: {self.offload}"} if self.offload != "none" else set()
@@ -298,6 +305,28 @@ def draw_grouped(seed: int, ranks: int) -> Cell:
         # The attention of "mlp" follows no documents, so it is refused.
         if cell.spec.cp > 1 and cell.model != "mlp" and not cell.refusals():
             return replace(cell, packing=rng.random() < 0.8)
+
+
+def draw_sparse(seed: int, ranks: int) -> Cell:
+    """A cell on cp whose attention sees chosen blocks; none that is refused. In fp64, for where scores of two blocks are
+    alike to rounding another one is chosen."""
+    rng = random.Random(f"sparse {seed} {ranks}")
+    while True:
+        cell = replace(_draw(rng, ranks), context="auto", precision="fp64", sparse=rng.choice(tuple(SPARSE)))
+        # "mlp" has no attention, and one device of "transformers" takes no mask of ours.
+        if cell.spec.cp > 1 and cell.model not in ("mlp", "transformers") and not cell.refusals():
+            return replace(cell, packing=rng.random() < 0.5)
+
+
+def draw_double_ring(seed: int, ranks: int) -> Cell:
+    """A cell on cp whose keys go round in two levels; none that is refused."""
+    rng = random.Random(f"double ring {seed} {ranks}")
+    while True:
+        cell = replace(_draw(rng, ranks), context="double_ring")
+        sizes = {_parse(mesh).cp for mesh in (cell.mesh, cell.resume or cell.mesh)} - {1}
+        nodes = [node for node in range(2, cell.spec.cp) if all(size % node == 0 for size in sizes)]
+        if nodes and cell.model != "mlp" and not cell.refusals():
+            return replace(cell, node=rng.choice(nodes))
 
 
 def draw_sharded(seed: int, ranks: int) -> Cell:

@@ -20,16 +20,18 @@ from meshkit.core.gradient import gradient_of
 from meshkit.core.model_state import copies_of
 from meshkit.core.sharding import full_tensor, local_tensor
 from meshkit.moe.aux_loss import collect
+from meshkit.parallel.context import ChosenBlocks, Shape, block_traffic, watching_choices
 from meshkit.parallel.expert import dispatch_traffic
 from meshkit.parallel.pipeline._channels import open_channels
 from meshkit.preflight.explain import Message, explain
 from meshkit.preflight.order import EAGER, LAZY, Event, HostWait, Wait, deadlock, mismatches, recording
 from meshkit.strategy import ExpertPolicy, Strategy
 from tests.compare_shards import difference, same_bits
-from tests.laws.gate.cell import MIXERS, ROUTED, Cell
+from tests.laws.gate.cell import MIXERS, ROUTED, SPARSE, Cell
 from tests.laws.gate.models import build
 from tests.laws.parity.cases import mesh_for, own_rows
 from tests.laws.parity.test_bytes import Noting, by_ranks
+from tests.parallel.context.sparse_oracle import SparseRows
 
 ROWS, STEPS, MAX_NORM, LR = 5, 3, 0.5, 1e-2
 TOL_FP64 = 1e-10  # only the order of summation differs
@@ -97,7 +99,15 @@ def batches(cell: Cell, tokens: int | None = None) -> list[dict[str, Tensor]]:
 
 @cache
 def alone(
-    model: str, sizes: str, precision: str, layers: int, packing: bool, masked: bool, ranks: int, tokens: int
+    model: str,
+    sizes: str,
+    precision: str,
+    layers: int,
+    packing: bool,
+    masked: bool,
+    ranks: int,
+    tokens: int,
+    sparse: str = "",
 ) -> Alone:
     """The oracle: no mesh, no policy, torch's own optimizer and clipping. ranks, tokens: of the cell and of its rows."""
     cell = Cell(model=model, mesh=f"dp_shard={ranks}", sizes=sizes, precision=precision, packing=packing, masked=masked)
@@ -112,7 +122,11 @@ def alone(
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=(0.9, 0.95))
     losses, norms, gradients = [], [], {}
     for batch in batches(cell, tokens):
-        extra = {"position_ids": batch["position_ids"]} if packing else {}
+        extra: dict[str, object] = {"position_ids": batch["position_ids"]} if packing else {}
+        if sparse:
+            every = batch.get("position_ids", torch.arange(tokens).expand(ROWS, -1))
+            masks = tuple(mk.Mask.from_positions(row.unsqueeze(0)) for row in every)
+            extra["mask"] = SparseRows(masks, SPARSE[sparse])
         with collect() as found:
             output = module(batch["input_ids"], **extra)
         logits = getattr(output, "logits", output)
@@ -175,7 +189,12 @@ def strategy_of(cell: Cell, plan: mk.Plan | None, experts: ExpertPolicy | None =
         memory=memory_of(cell),
         zero=None if mesh_for(cell.mesh).spec.pp > 1 or cell.row else cell.zero,
         sequence=cell.sequence,
-        context=mk.strategy.ContextPolicy(scheme=cell.context, groups=cell.groups),  # type: ignore[arg-type]
+        context=mk.strategy.ContextPolicy(
+            scheme=cell.context,  # type: ignore[arg-type]
+            groups=cell.groups,  # type: ignore[arg-type]
+            sparse=SPARSE.get(cell.sparse),
+            node=cell.node,
+        ),
         experts=experts or ExpertPolicy(),
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule),
         microbatches=cell.microbatches,
@@ -232,7 +251,7 @@ def _oracles(cell: Cell) -> tuple[Alone, Alone]:
     """One device in the cell's precision and in fp64. The first rank computes them for all."""
     told: list[tuple[Alone, Alone] | None] = [None]
     if dist.get_rank() == 0 and not cell.refusals():
-        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size, tokens_of(cell))
+        kind = (cell.layers, cell.packing, cell.masked, cell.spec.world_size, tokens_of(cell), cell.sparse)
         told = [(alone(cell.model, cell.sizes, cell.precision, *kind), alone(cell.model, cell.sizes, "fp64", *kind))]
     dist.broadcast_object_list(told, src=0)
     return told[0] or (Alone([], [], {}, {}),) * 2
@@ -264,11 +283,12 @@ def _train(
         if other is not None and step == STEPS - 1:
             run, optimizer = _resume(run, optimizer, other, folder)
         local = own_rows(batch, run.mesh)
-        with mk.observe(run.mesh) if step == 0 else nullcontext(Counter[Message]()) as seen:
+        observing = mk.observe(run.mesh) if step == 0 else nullcontext(Counter[Message]())
+        with observing as seen, watching_choices() as choices:
             loss = float(run.forward_backward(local, microbatches=cell.microbatches))
             norm = float(mk.step.grad_norm(run))
         if step == 0:
-            broken |= _bytes(cell, run, noted, local, seen)
+            broken |= _bytes(cell, run, noted, choices, local, seen)
             broken |= _gradients(cell, run, expected, exact)
         mk.clip_grad_norm(run, MAX_NORM)
         optimizer.step()
@@ -432,9 +452,15 @@ def _resume(
 
 
 def _bytes(
-    cell: Cell, run: mk.Run, noted: list[Noting], local: dict[str, Tensor], seen: Counter[Message]
+    cell: Cell,
+    run: mk.Run,
+    noted: list[Noting],
+    choices: list[ChosenBlocks],
+    local: dict[str, Tensor],
+    seen: Counter[Message],
 ) -> dict[str, str]:
-    """Law 7: what was sent is what `explain` says; what went to experts is what it says of the routing that there was."""
+    """Law 7: what was sent is what `explain` says; what went to experts is what it says of the routing that there was, and
+    what keys went to other ranks what it says of the blocks that were chosen."""
     mesh = run.mesh
     rows = local["labels"].shape[0]
     masks = [mk.Mask.from_positions(row.unsqueeze(0)) for row in local["position_ids"]] if cell.packing else None
@@ -461,6 +487,9 @@ def _bytes(
     if noted:
         dispatch = {m for m in said if m.axis in ("ep", "etp", "ep_etp") and m.op != "all_reduce"}
         said = Counter({m: times for m, times in said.items() if m not in dispatch}) + _to_experts(cell, noted)
+    if cell.sparse:
+        blocks = {m for m in said if m.axis == "cp" and m.op == "send"}
+        said = Counter({m: times for m, times in said.items() if m not in blocks}) + _of_blocks(choices, run)
     sent, told = (by_ranks(messages, mesh.spec, mesh.rank) for messages in (seen, said))
     return {} if sent == told else {"bytes": f"sent {dict(sent - told)}, explained {dict(told - sent)}"}
 
@@ -478,6 +507,18 @@ def _to_experts(cell: Cell, noted: list[Noting]) -> Counter[Message]:
             found[Message(axis, op, size)] += times
         for (axis, op, size), times in told.rows.items():
             found[Message(axis, op, size)] += times + times / again  # type: ignore[assignment]  # whole in the end
+    return found
+
+
+def _of_blocks(choices: list[ChosenBlocks], run: mk.Run) -> Counter[Message]:
+    found: Counter[Message] = Counter()
+    for call in choices:
+        _, rows, kv_heads, _ = call.needed.shape
+        head_dim = max(run.full_model.config.head_dim, getattr(run.full_model.config, "v_head_dim", 0))
+        shape = Shape(heads=1, kv_heads=kv_heads, head_dim=head_dim, rows=rows, itemsize=8, sum_itemsize=8)
+        sent = block_traffic(call.layout, call.rank, shape, call.needed)[call.backward]
+        for (op, size), times in sent.items():
+            found[Message("cp", op, size)] += times
     return found
 
 

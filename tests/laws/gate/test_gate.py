@@ -12,10 +12,12 @@ from tests.laws.gate.cell import (
     Cell,
     Refusal,
     draw,
+    draw_double_ring,
     draw_grouped,
     draw_hybrid,
     draw_padded,
     draw_sharded,
+    draw_sparse,
     draw_wired,
     smallest,
 )
@@ -32,6 +34,8 @@ PADDED = [draw_padded(*seed) for seed in covering(20, among=600, draw=draw_padde
 HYBRID = [draw_hybrid(*seed) for seed in covering(12, among=600, draw=draw_hybrid)]
 WIRED = [draw_wired(*seed) for seed in covering(12, among=600, draw=draw_wired, fewest=2)]
 GROUPED = [draw_grouped(*seed) for seed in covering(8, among=600, draw=draw_grouped, fewest=2)]
+DOUBLE_RING = [draw_double_ring(*seed) for seed in covering(4, among=600, draw=draw_double_ring, fewest=4)]
+SPARSE = [draw_sparse(*seed) for seed in covering(8, among=600, draw=draw_sparse, fewest=2)]
 SHARDED = [draw_sharded(*seed) for seed in covering(12, among=600, draw=draw_sharded, fewest=4)]
 # What the gate once found broken.
 REGRESSIONS = [
@@ -98,6 +102,18 @@ def test_every_law_holds_where_wires_are_quantized(cell: Cell) -> None:
 @pytest.mark.turns(8)
 @pytest.mark.parametrize("cell", GROUPED, ids=str)
 def test_every_law_holds_where_documents_are_shared_out_by_their_lengths(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("cell", SPARSE, ids=str)
+def test_every_law_holds_of_attention_to_chosen_blocks(cell: Cell) -> None:
+    assert verdict(cell) == ""
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("cell", DOUBLE_RING, ids=str)
+def test_every_law_holds_of_rings_in_two_levels(cell: Cell) -> None:
     assert verdict(cell) == ""
 
 

@@ -23,6 +23,7 @@ from meshkit.moe.aux_loss import AuxiliaryLosses, collect, update_bias
 from meshkit.parallel.pipeline import Schedule
 from meshkit.strategy import ExpertPolicy
 from tests.compare_shards import computed_once, difference
+from tests.parallel.context.sparse_oracle import SparseRows
 from tests.tiny import draw_parameters, tiny_config
 
 ROWS, TOKENS, STEPS, MAX_NORM = 5, 16, 3, 0.5
@@ -190,7 +191,7 @@ def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], 
     for batch in batches(cell):
         positions = batch.get("position_ids")
         with collect() as found:
-            logits = model(batch["input_ids"], positions)
+            logits = model(batch["input_ids"], positions, _sparse_mask(cell, batch))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         (loss + found.total() / (batch["labels"] != -100).sum()).backward()
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -205,6 +206,13 @@ def reference(cell: Cell) -> tuple[list[float], list[float], dict[str, Tensor], 
                 update_bias(router.e_score_correction_bias, counts, speed=0.05)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return losses, norms, gradients, {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _sparse_mask(cell: Cell, batch: dict[str, Tensor]) -> SparseRows | None:
+    if cell.context.sparse is None:
+        return None
+    positions = batch.get("position_ids", torch.arange(cell.tokens).expand(ROWS, -1))
+    return SparseRows(tuple(mk.Mask.from_positions(row.unsqueeze(0)) for row in positions), cell.context.sparse)
 
 
 def start(cell: Cell, **options: Any) -> mk.Run:

@@ -33,10 +33,12 @@ AOT = {"compile": "aot_eager"}
 SEQUENCE = Cell(
     mesh="tp=2", layers=1, sequence=True, recompute="full", documents=True, vocab=61, qwen=True, compile="aot_eager"
 )
+SPARSE = mk.strategy.ContextPolicy(sparse=mk.strategy.BlockTopK(block=3, top=2))
 FEATURES = [  # one for each that changes what is traced
     (2, SEQUENCE),
     (2, Cell(mesh="pp=2", schedule="zb-h1", microbatches=3, documents=True, **AOT)),
     (2, Cell(mesh="cp=2", layers=1, window=5, recompute="selective", **AOT)),
+    (2, Cell(mesh="cp=2", layers=1, documents=True, context=SPARSE, **AOT)),
     (2, Cell(mesh="dp_shard=2 ep=2", moe=Moe(experts=8, shared=24, balance=0.1), recompute="selective", **AOT)),
     (
         2,

@@ -49,6 +49,26 @@ def test_a_model_equals_one_device(world: int, cell: Cell) -> None:
     check(world, cell)
 
 
+TOP = mk.strategy.ContextPolicy(sparse=mk.strategy.BlockTopK(block=3, top=2))
+SLASH = mk.strategy.ContextPolicy(sparse=mk.strategy.VerticalSlash(block=2, vertical=1, slash=2, queries=3))
+SPARSE = [
+    (1, Cell(mesh="dp_shard=1", context=TOP, documents=True, microbatches=2)),
+    (2, Cell(mesh="cp=2", context=SLASH, microbatches=3)),
+    (2, Cell(mesh="pp=2", context=SLASH, microbatches=3, recompute="full")),
+    (3, Cell(mesh="cp=3", context=TOP, window=5, tokens=17)),
+    (4, Cell(mesh="cp=2 tp=2", context=SLASH, heads=(9, 3), sequence=True, documents=True, recompute="selective")),
+    (4, Cell(mesh="cp=2 tp=2", context=TOP, heads=(8, 1))),  # ranks of tp have queries of one key/value head
+    (4, Cell(mesh="dp_shard=2 cp=2", context=TOP, microbatches=2, recompute="full", documents=True)),
+    (4, Cell(mesh="dp_replicate=2 cp=2", context=SLASH, qwen=True, zero=1, tokens=13)),
+    (8, Cell(mesh="dp_shard=2 cp=2 tp=2", context=TOP, microbatches=2, all_masked_microbatch=True)),
+]
+
+
+@pytest.mark.parametrize(("world", "cell"), SPARSE, ids=str)
+def test_attention_to_chosen_blocks_equals_one_device(world: int, cell: Cell) -> None:
+    check(world, cell)
+
+
 @deep
 @pytest.mark.parametrize(("world", "mesh"), FEW + EIGHT)
 @draws(2)

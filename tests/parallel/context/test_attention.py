@@ -104,6 +104,7 @@ masks = st.sampled_from(
         Mask.full(17),
         Mask.causal(23, window=5),
         Mask.causal(24, window=1),
+        Mask.documents([14, 1, 9], window=4, sinks=2),
         Mask.documents([3, 9, 1, 1, 8, 2]),
         Mask.documents([3, 9, 1, 1, 8, 2], window=4),
         Mask.documents([7, 6, 10], kind="full"),

@@ -31,6 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tp, sequence": {"mesh": "tp=2", "sequence": True},
     "cp": {"mesh": "cp=2"},
+    "cp, chosen blocks": {
+        "mesh": "cp=2",
+        "context": mk.strategy.ContextPolicy(sparse=mk.strategy.BlockTopK(block=8, top=3)),
+    },
 }
 
 

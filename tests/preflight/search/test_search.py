@@ -276,6 +276,31 @@ def test_what_is_fixed_stays():
     assert {each.strategy.memory.recompute for each in found.tried} == {found.best.memory.recompute}
 
 
+def test_a_placement_of_a_fixed_mesh_is_refused():
+    fixed = mk.Strategy(mesh="pp=2 tp=2 placement=0-2-1-3")
+    with pytest.raises(PlanError, match="has a placement, which is of one mesh"):
+        mk.search(dense(), CLUSTER, BATCH, world=4, space=SPACE, fixed=fixed)
+
+
+def test_states_on_the_host_are_the_answer_where_nothing_else_fits():
+    space = replace(SPACE, offload=(False, True), tp=(1,), pp=(1,), recompute=("full",), microbatches=(4,))
+    every = mk.search(dense(), CLUSTER, BATCH, world=4, space=space, exhaustive=True, recheck=False)
+    on_host = [each for each in every.tried if each.strategy.memory.optimizer.offload is not None]
+    others = [each for each in every.tried if each.strategy.memory.optimizer.offload is None]
+    assert len(on_host) == len(others) > 0
+    least = min(each.peak_bytes for each in others)
+    assert min(each.peak_bytes for each in on_host) < least
+    assert min(each.seconds for each in on_host) > min(each.seconds for each in others)
+    for memory, among in ((None, every.tried), (least - 1, [each for each in on_host if each.peak_bytes < least])):
+        found = mk.search(dense(), CLUSTER, BATCH, world=4, space=space, device_memory=memory, recheck=False)
+        assert found.winner.seconds == min(each.seconds for each in among)
+    assert found.winner.strategy.memory.optimizer.offload is not None
+    assert "--optimizer-offload" in found.flags
+    assert any("optimizer on the device" in str(each) for each in found.neighbours)
+    stays = mk.search(dense(), CLUSTER, BATCH, world=4, space=space, fixed=found.winner.strategy, recheck=False)
+    assert {each.strategy.memory.optimizer.offload for each in stays.tried} == {mk.strategy.OptimizerOffload()}
+
+
 @pytest.mark.parametrize(
     ("mesh", "given", "axes"),
     [
