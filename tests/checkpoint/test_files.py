@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from meshkit.checkpoint import Checkpointer, _checkpointer, _dcp, _folder
 from meshkit.errors import CheckpointError
@@ -249,6 +250,16 @@ class Evil:
         return os.system, ("touch ran",)
 
 
+class Asked:
+    """As enums of Python 3.11.0 to 3.11.3 write themselves: getattr(kind, name)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (type(TensorProperties().__getstate__()[3]), self.name)
+
+
 def swapped_index(folder: Path, name: str, content: bytes) -> None:
     """An index in the place of the one that was written, which the manifest vouches for, as an attacker would do."""
     (folder / name).write_bytes(content)
@@ -269,6 +280,8 @@ def elsewhere(content: bytes) -> bytes:
     ("change", "what"),
     [
         (lambda content: pickle.dumps(Evil()), "it names posix.system, which no checkpoint's index does"),
+        (lambda content: pickle.dumps(Asked("__new__")), "it asks for '__new__' of"),
+        (lambda content: pickle.dumps(Asked("TORCH_PRESERVE_FORMAT")), "it holds a _MEM_FORMAT_ENCODING"),
         (lambda content: pickle.dumps([1, 2]), "it holds a list"),
         (lambda content: content[:-40], "is damaged"),
         (elsewhere, "it names '../__0_0.distcp', which is not in its folder"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import Any, BinaryIO
 
@@ -38,11 +39,20 @@ def read_dcp_metadata(file: BinaryIO) -> Metadata:
 
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's index does")
         found = super().find_class(module, name)
         return _Properties if found is TensorProperties else found
+
+
+def _member(kind: Any, name: str) -> Any:
+    """What Python 3.11.0 to 3.11.3 write of an enum's member: getattr(kind, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no checkpoint's index does")
+    return kind[name]
 
 
 class _Properties(TensorProperties):
