@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -189,7 +189,7 @@ class Cluster:
             )
         outer = [tier for tier in self.tiers if tier.ranks > unlike.each]
         fastest, nearest = max(tier.bytes_per_s for tier in outer), min(tier.latency_s for tier in outer)
-        for link in map(unlike.link, combinations(range(unlike.blocks), 2)):
+        for link in map(unlike.link, permutations(range(unlike.blocks), 2)):
             if link is not None and (link.bytes_per_s > fastest or link.latency_s < nearest):
                 raise ClusterError(
                     f"cluster {self.name!r}: unlike has a link of {link.bytes_per_s:g} bytes/s and {link.latency_s:g} s, but "

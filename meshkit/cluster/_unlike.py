@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshkit.errors import ClusterError
 
+LEAST_SPEED = 0.001
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -34,12 +35,22 @@ class Unlike:
     latency_s: Matrix = ()
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "speed", tuple(map(float, self.speed)))
+            for name in ("bytes_per_s", "latency_s"):
+                object.__setattr__(self, name, tuple(tuple(map(float, row)) for row in getattr(self, name)))
+        except TypeError:
+            raise ClusterError(
+                "unlike: speed is a number for each block, bytes_per_s and latency_s a row of numbers for each."
+            ) from None
         if type(self.each) is not int or self.each < 1:
             raise ClusterError(f"unlike.each={self.each!r}: ranks of a block, at least 1.")
-        if not all(0 < speed <= 1 for speed in self.speed):
-            raise ClusterError(f"unlike.speed={self.speed!r}: shares of the device's speed, above 0 and at most 1.")
+        if not all(LEAST_SPEED <= speed <= 1 for speed in self.speed):
+            raise ClusterError(
+                f"unlike.speed={self.speed!r}: shares of the device's speed, at least {LEAST_SPEED} and at most 1."
+            )
         for name, matrix, least in (
-            ("bytes_per_s", self.bytes_per_s, "above 0"),
+            ("bytes_per_s", self.bytes_per_s, "at least 1"),
             ("latency_s", self.latency_s, "at least 0"),
         ):
             if any(len(row) != len(matrix) for row in matrix):
@@ -47,9 +58,9 @@ class Unlike:
                     f"unlike.{name} has {len(matrix)} rows, but not as many numbers in each. Give a square."
                 )
             off = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
-            if not all(value > 0 or (value == 0 and least != "above 0") for value in off):
+            if not all(value >= (1 if name == "bytes_per_s" else 0) for value in off):
                 raise ClusterError(f"unlike.{name}: from one block to another numbers are {least}.")
-        if bool(self.bytes_per_s) != bool(self.latency_s):
+        if len(self.bytes_per_s) != len(self.latency_s):
             raise ClusterError("unlike: bytes_per_s and latency_s belong together. Give both, or neither.")
         if not self.blocks:
             raise ClusterError("unlike says nothing. Give speed, or bytes_per_s and latency_s, or leave it away.")
@@ -84,9 +95,9 @@ class Unlike:
         return self.slowest({(i * self.each, j * self.each) for group in blocks for i in group for j in group})
 
     def link(self, blocks: tuple[int, int]) -> Link | None:
-        """Between two blocks, the slower way."""
+        """From one block to another."""
         one, other = (block * self.each for block in blocks)
-        return self.slowest({(one, other), (other, one)})
+        return self.slowest({(one, other)})
 
     def slowest(self, pairs: set[tuple[int, int]]) -> Link | None:
         """Of links between ranks; None where the tiers say what these are."""

@@ -24,6 +24,7 @@ from meshkit.faults.links import Link
 from meshkit.faults.location import Location, location_now
 from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
+from meshkit.mesh.world import launcher_rank
 
 LOOK_S = 0.1  # between two looks for a process group, before there is one
 GONE_S = 2.0  # for a process that has closed its connections to be gone
@@ -144,7 +145,7 @@ class Watchdog:
 
     def _has_store(self) -> bool:
         """Whether the store of the world is in this process."""
-        return self._heartbeat is not None and self._heartbeat.rank == 0 and not _in_torchrun()
+        return self._heartbeat is not None and launcher_rank() == 0 and not _in_torchrun()
 
     def _write_calls(self) -> None:
         if self._calls is not None:

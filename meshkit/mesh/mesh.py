@@ -31,7 +31,7 @@ from meshkit.mesh.host import HostRanks, host_ranks
 from meshkit.mesh.ranges import ranges_in_words
 from meshkit.mesh.spec import AXIS_NAMES, DENSE_AXES, EXPERT_AXES, NESTED, MeshSpec, no_axis
 from meshkit.mesh.use_once import use_once
-from meshkit.mesh.world import start_world
+from meshkit.mesh.world import launcher_rank, start_world
 
 Value = TypeVar("Value")
 _NESTED = [part for parts in NESTED.values() for part in parts]
@@ -249,6 +249,11 @@ def init_mesh(
     wanted = (
         spec if isinstance(spec, MeshSpec) else MeshSpec.parse(spec) if spec else MeshSpec(**sizes or {"dp_shard": -1})
     )
+    if wanted.placement and ranks is not None:
+        raise MeshError(
+            f"init_mesh({_short(wanted)}, ranks=...): a placement is of the whole world. Give it to an init_mesh of all "
+            "ranks first; meshes on parts then have its order."
+        )
     device_type = device_type or _default_device_type()
     if not dist.is_initialized():
         start_world(device_type, timeout or timedelta(minutes=10), placement=wanted.placement)
@@ -360,8 +365,8 @@ def _refuse_another_placement(spec: MeshSpec) -> None:
     if not spec.placement:
         return
     seats = [0] * dist.get_world_size()
-    dist.all_gather_object(seats, int(os.environ.get("RANK", "0")))
-    if len(spec.placement) == len(seats) and tuple(seats) != spec.placement:
+    dist.all_gather_object(seats, launcher_rank())
+    if tuple(seats) != spec.placement:
         raise MeshError(
             f"init_mesh({_short(spec)}): the ranks of this world are {'-'.join(map(str, seats))} of the launcher's. Give the "
             "placement to the first init_mesh, which starts the world."

@@ -53,8 +53,9 @@ class MeshSpec:
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", tuple(self.placement))
-        if any(type(rank) is not int for rank in self.placement):
+        is_row = isinstance(self.placement, Sequence) and not isinstance(self.placement, str)
+        object.__setattr__(self, "placement", tuple(self.placement) if is_row else self.placement)
+        if not is_row or any(type(rank) is not int for rank in self.placement):
             raise MeshError(
                 f"mesh placement={self.placement!r}: a rank for each rank of the mesh, for example (0, 2, 1, 3)."
             )
@@ -84,6 +85,8 @@ class MeshSpec:
             if not equals:
                 raise MeshError(f'mesh "{text}": {word!r} is not axis=size. Write, for example, "dp_shard=2 tp=2".')
             if axis == "placement":
+                if placement:
+                    raise MeshError(f'mesh "{text}": placement is given twice. Keep one.')
                 placement = _ranks_of(value, text)
                 continue
             if axis not in AXIS_NAMES:

@@ -23,6 +23,8 @@ from meshkit.mesh.launcher import adopt_slurm
 
 POLL_S = 0.005
 SHOWN = 8  # ranks in an error
+_seat: int | None = None  # of this process at the launcher, once a world was started
+_renumbered: tuple[str, str] | None = None  # RANK as the launcher gave it, and as a placement has made it
 
 
 def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int] = ()) -> None:
@@ -31,6 +33,10 @@ def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int
     placement: which of the launcher's ranks each rank is; (), the same.
     Raises: MeshError naming the ranks that have not come within the timeout, and for a placement that parts a node's ranks.
     """
+    global _seat, _renumbered
+    if _renumbered is not None and os.environ.get("RANK") == _renumbered[1]:  # of a world before this one
+        os.environ["RANK"] = _renumbered[0]
+    _seat = _renumbered = None
     adopt_slurm()
     # Of a device its own alone: gloo beside it would connect each rank with each other one. See `mesh.host`.
     backend = {"cpu": "gloo", "cuda": "nccl"}.get(device_type)
@@ -40,17 +46,40 @@ def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         start = agree_on_start(store, rank, size, timeout)
         store = dist.PrefixStore(f"meshkit/{start}", store)  # type: ignore[attr-defined]
-        rank = _placed(rank, size, placement)
+        rank = _placed(rank, size, _agreed(store, rank, placement), placement)
+        if placement:  # reports, call files and alerts speak of ranks of the world
+            _renumbered = os.environ["RANK"], str(rank)
+            os.environ["RANK"] = str(rank)
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _placed(rank: int, size: int, placement: Sequence[int]) -> int:
-    """The rank of the world that the launcher's rank is. Raises: MeshError, on all ranks."""
+def _agreed(store: Any, rank: int, placement: Sequence[int]) -> int:
+    """Ranks of a node, as rank 0 sees them. Raises: MeshError where this rank has another placement than rank 0."""
+    global _seat
+    _seat, named = rank, "-".join(map(str, placement))
+    if rank == 0:
+        store.set("placement", f"{os.environ.get('LOCAL_WORLD_SIZE', '1')} {named}")
+    node, _, first = store.get("placement").decode().partition(" ")
+    if named != first:
+        raise MeshError(
+            f"init_mesh: rank 0 of the launcher asks for placement={first or 'none'}, rank {rank} for {named or 'none'}. "
+            "Give all ranks the same mesh."
+        )
+    return int(node)
+
+
+def launcher_rank() -> int:
+    """Which rank the launcher started this process as. Of a world without a placement it is the rank of the world."""
+    return int(os.environ.get("RANK", "0")) if _seat is None else _seat
+
+
+def _placed(rank: int, size: int, node: int, placement: Sequence[int]) -> int:
+    """The rank of the world that the launcher's rank is. node: ranks of one. Raises: MeshError, on all ranks."""
     if not placement:
         return rank
-    named, node = "-".join(map(str, placement)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    named = "-".join(map(str, placement))
     if sorted(placement) != list(range(size)):
         raise MeshError(f"placement {named}: it names each of the {size} ranks, 0 to {size - 1}, once.")
     for first in range(0, size, node):

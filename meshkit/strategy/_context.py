@@ -124,7 +124,11 @@ class ContextPolicy:
             raise PlanError(
                 f"context groups {self.groups!r} do not exist. Choose one of fixed, {', '.join(get_args(Rule))}."
             )
-        if self.node < 1 or (self.tokens_per_rank is not None and self.tokens_per_rank < 1):
+        if (
+            type(self.node) is not int
+            or self.node < 1
+            or (self.tokens_per_rank is not None and self.tokens_per_rank < 1)
+        ):
             raise PlanError(
                 f"context node={self.node}, tokens_per_rank={self.tokens_per_rank}: a node has at least 1 rank, and a rank "
                 "room for at least 1 token."

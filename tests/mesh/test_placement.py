@@ -35,8 +35,12 @@ def live(rank: int, port: int, folder: str, meshes: list[str], per_node: int) ->
     said: dict[str, object] = {}
     try:
         for text in meshes:
-            mesh = mk.init_mesh(text, device_type="cpu", timeout=timedelta(seconds=60))
-        said["rank"] = dist.get_rank()
+            ranks = range(2) if text.startswith("part: ") else None
+            mesh = mk.init_mesh(
+                text.removeprefix("part: "), ranks=ranks, device_type="cpu", timeout=timedelta(seconds=60)
+            )
+            said["rank"] = dist.get_rank()
+        assert os.environ["RANK"] == str(dist.get_rank())
         said["mesh"] = mesh.spec.text
         if mesh.spec.pp == 2:
             said["loss"] = losses_of(mesh)
@@ -67,18 +71,22 @@ def losses_of(mesh: mk.Mesh) -> list[float]:
     return losses
 
 
-def lives(folder: Path, meshes: list[str] | list[list[str]], *, per_node: int = 4) -> list[dict[str, object]]:
+def lives(
+    folder: Path, meshes: list[str] | list[list[str]], *, per_node: int = 4, ends: bool = True
+) -> list[dict[str, object]]:
+    """What each of the launcher's ranks says. ends: whether rank 0 does; else the others are waited for."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_rank = [meshes] * 4 if isinstance(meshes[0], str) else meshes
     ranks = [fork(live, rank, store.port, str(folder), of_rank[rank], per_node) for rank in range(4)]
     try:
-        for each in ranks:
+        for each in ranks[0 if ends else 1 :]:
             each.join(120)
-        assert [each.exitcode for each in ranks] == [0] * 4
+            assert each.exitcode == 0
     finally:
         for each in ranks:
             each.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    files = [folder / f"{rank}.json" for rank in range(4)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
 def test_ranks_sit_where_the_placement_says_and_train_as_one_device(tmp_path) -> None:
@@ -113,6 +121,17 @@ def test_what_cannot_be_is_refused_on_every_rank(tmp_path, meshes, per_node, wor
         assert "error" in each
         with pytest.raises(MeshError, match=words):
             raise MeshError(each["error"])
+
+
+def test_a_part_of_the_world_has_no_placement_of_its_own(tmp_path) -> None:
+    for each in lives(tmp_path, ["dp_shard=4 placement=1-0-3-2", "part: dp_shard=2 placement=1-0"]):
+        assert "a placement is of the whole world" in each["error"]
+        assert each["rank"] is not None
+
+
+def test_ranks_that_differ_are_told(tmp_path) -> None:
+    said = lives(tmp_path, [["dp_shard=4 placement=1-0-3-2"], *([["dp_shard=4"]] * 3)], ends=False)
+    assert "rank 0 of the launcher asks for placement=1-0-3-2, rank 1 for none" in said[1]["error"]
 
 
 def test_nodes_may_change_places_and_ranks_inside_of_one(tmp_path) -> None:

@@ -38,9 +38,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for fits, name, wanted in (
-            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
+            (_is_count(self.max_new_tokens), "max_new_tokens", "a whole number of at least 1"),
             (self.temperature >= 0, "temperature", "at least 0, which is greedy"),
-            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
+            (
+                self.top_k is None or _is_count(self.top_k),
+                "top_k",
+                "a whole number of at least 1, or None for all tokens",
+            ),
             (0 < self.top_p <= 1, "top_p", "above 0, and 1 for all tokens"),
             (0 <= self.min_p <= 1, "min_p", "from 0, for all tokens, to 1"),
             ("" not in self.stop_strings, "stop_strings", "strings of at least one character"),
@@ -51,6 +55,11 @@ class Sampling:
     @property
     def filters(self) -> bool:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+def _is_count(value: object) -> bool:
+    """Also of NumPy; not a float, which a count of tokens never equals."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= 1  # type: ignore[call-overload]
 
 
 class Engine(Protocol):

@@ -80,6 +80,7 @@ class Generation:
         self._open: list[Answer] = []
         self._numbers = 0
         self._any_open = False
+        self._failed = ""  # of a call that raised: the error's class
         self._writer: PagedWriter | RowsWriter | None = None
         if (sparse := run.strategy.context.sparse) is not None:
             raise PlanError(
@@ -148,12 +149,21 @@ class Generation:
         """Write so many tokens of each growing answer, or all; returns the answers that have ended, by (prompt, sample).
 
         An answer that waits for room in the cache begins when another has ended. Every rank calls it with the same number.
-        Wire: as `generate`, of so many steps.
+        Wire: as `generate`, of so many steps. Raises: DataError after a call that has raised, in the middle of a step.
         """
-        with self._inference():
-            ended = self._steps(tokens)
-            while isinstance(self._writer, RowsWriter) and self._refuted(ended):
+        if self._failed:
+            raise DataError(
+                f"Generation: an earlier call ended in the middle of a step, with {self._failed}; its cache may hold half "
+                "of a token. Make a new one, and load what state_dict() said before."
+            )
+        try:
+            with self._inference():
                 ended = self._steps(tokens)
+                while isinstance(self._writer, RowsWriter) and self._refuted(ended):
+                    ended = self._steps(tokens)
+        except BaseException as error:
+            self._failed = type(error).__name__
+            raise
         closed = set(map(id, ended))
         self._open = [answer for answer in self._open if id(answer) not in closed]
         if self._lockstep:

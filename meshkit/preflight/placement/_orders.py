@@ -25,11 +25,12 @@ Seen = np.ndarray
 
 @dataclass(frozen=True)
 class Orders:
-    """count: blocks of `each` ranks. inside: those of a node, which stay together."""
+    """count: blocks of `each` ranks. inside: those of a node, which stay together. racks: blocks of each tier between."""
 
     unlike: Unlike
     count: int
     inside: int
+    racks: tuple[int, ...] = ()
 
     @staticmethod
     def of(cluster: Cluster, world: int) -> Orders:
@@ -42,7 +43,10 @@ class Orders:
                 f"place: a world of {world} ranks on cluster {cluster.name!r}, whose {cluster.ranks} ranks are blocks of "
                 f"{max(unlike.each, min(node, world))}. Give a world of whole blocks."
             )
-        return Orders(unlike, world // unlike.each, max(1, min(node, world) // unlike.each))
+        # Where no table says what links there are, the tiers do, and blocks of two racks are no twins.
+        racks = () if unlike.bytes_per_s else tuple(tier.ranks // unlike.each for tier in cluster.tiers[:-1])
+        inside = max(1, min(node, world) // unlike.each)
+        return Orders(unlike, world // unlike.each, inside, tuple(each for each in racks if each > 1))
 
     @property
     def total(self) -> int:
@@ -81,6 +85,8 @@ class Orders:
 
     def _alike(self, one: int, other: int) -> bool:
         unlike = self.unlike
+        if any(one // rack != other // rack for rack in self.racks):
+            return False
         if unlike.speed and unlike.speed[one] != unlike.speed[other]:
             return False
         rest = [block for block in range(self.count) if block not in (one, other)]

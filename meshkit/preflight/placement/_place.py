@@ -96,7 +96,7 @@ def best_placed(strategy: Strategy, cluster: Cluster, profiled: Callable[[Strate
     if cluster.unlike is None:
         return Placed(strategy=strategy, forecast=told, given=told, exact=True, priced=1)
     orders, steps = Orders.of(cluster, given.spec.world_size), Steps(strategy, cluster, profiled)
-    seen = seen_of(given, cluster.unlike)
+    seen = seen_of(given, cluster, orders.ranks)
     order = orders.best(seen, lambda order: steps.of(orders.ranks(order)).forecast.seconds)
     best = steps.of(orders.ranks(order))
     if best.forecast.seconds >= told.seconds:

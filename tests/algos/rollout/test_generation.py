@@ -268,3 +268,39 @@ def trains_after(kind: str) -> tuple[bool, bool]:
 def test_a_step_after_generation_has_gradients_whatever_modules_and_hooks_keep(kind: str, mode: bool) -> None:
     ((inference, trained),) = pool(1).run(trains_after, kind)
     assert inference == mode and trained
+
+
+def after_a_step_that_raised() -> tuple[str, bool]:
+    run = start(PLAIN)
+    at_once = generate(run, PROMPTS[:2], sampling=SAMPLING, samples=2, seed=5)
+    held = Generation(run, sampling=SAMPLING)
+    held.add(PROMPTS[:2], samples=2, seed=5)
+    ended = held.advance(2)
+    state = held.state_dict()
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    hook = run.model.register_forward_pre_hook(fails)
+    with pytest.raises(MemoryError):
+        held.advance()
+    hook.remove()
+    with pytest.raises(DataError) as said:
+        held.advance()
+    again = Generation(run, sampling=SAMPLING)
+    again.load_state_dict(state)
+    ended += again.advance()
+    found, expected = (sorted((each.key, each.ids.tolist()) for each in of) for of in (ended, at_once))
+    return str(said.value), found == expected
+
+
+def test_after_a_step_that_raised_nothing_is_written_over_half_a_cache() -> None:
+    said, equal = pool(1).run(after_a_step_that_raised)[0]
+    assert "an earlier call ended in the middle of a step, with MemoryError" in said
+    assert equal
+
+
+@pytest.mark.parametrize("change", [{"max_new_tokens": 2.5}, {"max_new_tokens": 8, "top_k": 2.5}])
+def test_counts_of_tokens_are_whole(change: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="a whole number of at least 1"):
+        Sampling(**change)

@@ -142,6 +142,28 @@ def test_blocks_that_nothing_tells_apart_are_looked_at_once() -> None:
     assert len(list(Orders.of(cluster(4, seed=5), 4).all())) <= 24
 
 
+@pytest.mark.parametrize("mesh", ["pp=4", "pp=2 dp_shard=2", "pp=2 tp=2"])
+def test_where_tiers_say_the_links_it_is_the_best_of_all_orders(mesh) -> None:
+    base = cluster(4)
+    tiers = (
+        Tier(name="rank", ranks=1, bytes_per_s=1e10, latency_s=1e-6),
+        Tier(name="rack", ranks=2, bytes_per_s=1e9, latency_s=NEAR),
+        Tier(name="all", ranks=4, bytes_per_s=3e6, latency_s=NEAR),
+    )
+    on, of = replace(base, tiers=tiers, unlike=Unlike(speed=(1, 1, 0.5, 1))), model()
+    stages = (1, 1, 1, 1) if mesh == "pp=4" else (2, 2)
+    pipeline = mk.strategy.PipelinePolicy(stages=stages)
+    strategy = mk.Strategy(mesh=mesh, microbatches=4, pipeline=pipeline)
+    told = mk.forecast(of, strategy, on, BATCH)
+    least = min(
+        replace(told, profile=replace(told.profile, spec=replace(told.profile.spec, placement=order))).on(on).seconds
+        for order in permutations(range(4))
+    )
+    found = mk.place(of, strategy, on, BATCH)
+    assert found.exact
+    assert found.forecast.seconds == least < found.given.seconds
+
+
 def test_alike_ranks_stay_as_they_are() -> None:
     strategy = mk.Strategy(mesh="dp_shard=2 tp=2")
     found = mk.place(model(), strategy, replace(cluster(4), unlike=None), BATCH)
