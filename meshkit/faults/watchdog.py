@@ -24,7 +24,7 @@ from meshkit.faults.links import Link
 from meshkit.faults.location import Location, location_now
 from meshkit.faults.page import Page
 from meshkit.mesh.agreement import open_difference
-from meshkit.mesh.world import launcher_rank
+from meshkit.mesh.world import store_rank
 
 LOOK_S = 0.1  # between two looks for a process group, before there is one
 GONE_S = 2.0  # for a process that has closed its connections to be gone
@@ -88,7 +88,7 @@ class Watchdog:
         calls: CallFiles | None = None,
     ) -> None:
         self._alerts, self._page, self._calls, self._calls_asked = alerts or Alerts(None), page, calls, 0
-        self._first_rank: Entry | None = None  # what rank 0 said last, where it has the store
+        self._first_rank: Entry | None = None  # what the rank said last that has the store
         self._speaker: socket.socket | None = None  # open on the one process of a host that reports a lost store
         self._stall_s, self._reported = stall_s, Location(text="", waits=False)
         self._heartbeat: Heartbeat | None = None
@@ -145,7 +145,7 @@ class Watchdog:
 
     def _has_store(self) -> bool:
         """Whether the store of the world is in this process."""
-        return self._heartbeat is not None and launcher_rank() == 0 and not _in_torchrun()
+        return self._heartbeat is not None and self._heartbeat.rank == store_rank() and not _in_torchrun()
 
     def _write_calls(self) -> None:
         if self._calls is not None:
@@ -210,7 +210,7 @@ class Watchdog:
         return bool(self._speaker.getsockname())
 
     def _store_is_lost(self) -> str:
-        """A sentence; "" where rank 0 had the store and has printed on this host why it ends."""
+        """A sentence; "" where the rank that had the store has printed on this host why it ends."""
         first, held = self._first_rank, f"It had the store of the job at {_store_address()}."
         if _in_torchrun() or first is None:
             silent_s = time.monotonic() - self._answered_at
@@ -220,11 +220,11 @@ class Watchdog:
                 f"{socket.gethostname()}."
             )
         if first.left:  # and has printed why
-            elsewhere = (
-                failed(0, first) if first.left == "error" else f"rank 0 on {first.host} has ended, and said why."
-            )
+            said = f"rank {store_rank()} on {first.host} has ended, and said why."
+            elsewhere = failed(store_rank(), first) if first.left == "error" else said
             return "" if first.host == socket.gethostname() else elsewhere
-        return f"{is_gone(0, first) if first.ends_within(GONE_S) else is_silent(0, first)} {held}"
+        named = is_gone if first.ends_within(GONE_S) else is_silent
+        return f"{named(store_rank(), first)} {held}"
 
     def _run(self) -> None:
         while True:
@@ -258,8 +258,8 @@ class Watchdog:
                 self._failed = True
 
     def _knows_too_little(self, heartbeat: Heartbeat) -> bool:
-        """Whether this rank could not say yet where rank 0 is, were it gone with its store."""
-        return heartbeat.rank > 0 and self._first_rank is None and not _in_torchrun()
+        """Whether this rank could not say yet where the rank of the store is, were it gone with it."""
+        return heartbeat.rank != store_rank() and self._first_rank is None and not _in_torchrun()
 
     def _beat_and_watch(self) -> None:
         heartbeat = self._find_heartbeat()
@@ -267,8 +267,8 @@ class Watchdog:
             return
         try:
             self._write("")
-            if not _in_torchrun() and heartbeat.rank:
-                self._first_rank = heartbeat.read(0)
+            if not _in_torchrun() and heartbeat.rank != store_rank():
+                self._first_rank = heartbeat.read(store_rank())
             asked = heartbeat.calls_asked()  # an answer: what is written needs none
         except RuntimeError:
             self._store_failed = True

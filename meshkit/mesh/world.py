@@ -24,6 +24,7 @@ from meshkit.mesh.launcher import adopt_slurm
 POLL_S = 0.005
 SHOWN = 8  # ranks in an error
 _seat: int | None = None  # of this process at the launcher, once a world was started
+_keeper = 0  # the rank that the launcher's rank 0 is
 _renumbered: tuple[str, str] | None = None  # RANK as the launcher gave it, and as a placement has made it
 
 
@@ -33,10 +34,10 @@ def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int
     placement: which of the launcher's ranks each rank is; (), the same.
     Raises: MeshError naming the ranks that have not come within the timeout, and for a placement that parts a node's ranks.
     """
-    global _seat, _renumbered
+    global _seat, _renumbered, _keeper
     if _renumbered is not None and os.environ.get("RANK") == _renumbered[1]:  # of a world before this one
         os.environ["RANK"] = _renumbered[0]
-    _seat = _renumbered = None
+    _seat, _renumbered, _keeper = None, None, 0
     adopt_slurm()
     # Of a device its own alone: gloo beside it would connect each rank with each other one. See `mesh.host`.
     backend = {"cpu": "gloo", "cuda": "nccl"}.get(device_type)
@@ -47,6 +48,7 @@ def start_world(device_type: str, timeout: timedelta, *, placement: Sequence[int
         start = agree_on_start(store, rank, size, timeout)
         store = dist.PrefixStore(f"meshkit/{start}", store)  # type: ignore[attr-defined]
         rank = _placed(rank, size, _agreed(store, rank, placement), placement)
+        _keeper = list(placement).index(0) if placement else 0
         if placement:  # reports, call files and alerts speak of ranks of the world
             _renumbered = os.environ["RANK"], str(rank)
             os.environ["RANK"] = str(rank)
@@ -73,6 +75,11 @@ def _agreed(store: Any, rank: int, placement: Sequence[int]) -> int:
 def launcher_rank() -> int:
     """Which rank the launcher started this process as. Of a world without a placement it is the rank of the world."""
     return int(os.environ.get("RANK", "0")) if _seat is None else _seat
+
+
+def store_rank() -> int:
+    """The rank whose process has the store of the world, where the launcher has none of its own: the launcher's rank 0."""
+    return _keeper
 
 
 def _placed(rank: int, size: int, node: int, placement: Sequence[int]) -> int:
