@@ -318,7 +318,7 @@ def test_pages_are_shared_copied_and_given_back() -> None:
     [
         (lambda: Prompt(ids=np.array([], np.int64), key=3), r"Prompt\(key=3\): no ids"),
         (lambda: Prompt(ids=np.zeros((2, 2)), key=3), r"ids are float64 \[2, 2\]"),
-        (lambda: Sampling(max_new_tokens=0), r"Sampling\(max_new_tokens=0\): it must be at least 1"),
+        (lambda: Sampling(max_new_tokens=0), r"Sampling\(max_new_tokens=0\): it must be a whole number of at least 1"),
         (lambda: Sampling(max_new_tokens=1, top_p=0.0), r"Sampling\(top_p=0.0\): it must be above 0"),
         (lambda: Sampling(max_new_tokens=1, stop_strings=("",)), r"stop_strings=\('',\)\): it must be strings of at"),
         (lambda: CachePolicy(page_tokens=0), r"CachePolicy\(page_tokens=0\): it must be at least 1"),
