@@ -184,6 +184,11 @@ def over(hosts: Hosts, mbit: float, delay_s: float, names: list[str], seq_len: i
         return _read(folder)
 
 
+def parameters() -> int:
+    with torch.device("meta"):
+        return sum(each.numel() for each in Llama(CONFIG).parameters())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="*", default=[1000.0, 100.0, 20.0])
@@ -200,7 +205,7 @@ def main() -> None:
                 **environment(),
                 "question": "tokens a second over a slow link",
                 "mesh": MESH,
-                "parameters": 3_000_000,
+                "parameters": parameters(),
                 "tokens_a_step": 4 * ROWS * options.seq_len,
                 "period": PERIOD,
                 "mbit": mbit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import permutations
 
 import torch
@@ -77,7 +78,7 @@ def link_between(bench: Bench, one: int, other: int) -> tuple[float, float]:
     while True:
         message = torch.zeros(size // 4, device=bench.device)
         there_and_back(message)
-        took_s = bench.timed(lambda message=message: there_and_back(message), 2) / 2  # type: ignore[misc]
+        took_s = bench.timed(partial(there_and_back, message), 2) / 2
         # Of a link that is far away most of the time is the way there and back.
         if (sent_s := took_s - 2 * hop_s) >= max(ENOUGH_S, hop_s) or size >= MOST:
             return hop_s, size / max(sent_s, 1e-6)

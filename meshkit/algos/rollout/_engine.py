@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from operator import index
+from typing import Literal, Protocol, SupportsIndex
 
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.errors import DataError
@@ -59,7 +60,7 @@ class Sampling:
 
 def _is_count(value: object) -> bool:
     """Also of NumPy; not a float, which a count of tokens never equals."""
-    return hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= 1  # type: ignore[call-overload]
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 1
 
 
 class Engine(Protocol):

@@ -10,9 +10,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.cluster import Cluster
-from meshkit.preflight._resolved_run import resolved_run
-from meshkit.preflight.estimate.recipe import Recipe, load_script
-from meshkit.preflight.forecast._batch import Batch
+from meshkit.preflight._recipe_run import recipe_run
 from meshkit.preflight.forecast._forecast import forecast_resolved
 
 
@@ -38,18 +36,8 @@ def command(args: list[str]) -> None:
     """args: what follows `forecast`."""
     options, rest = tyro.cli(Seconds, args=args, prog="python -m meshkit forecast", return_unknown_args=True)
     cluster = Cluster.read(options.cluster)
-    recipe = Recipe.read(load_script(options.script, verb="forecast"), rest, script=options.script)
-    spec = recipe.spec(options.world)
-    step = recipe.step(spec)
-    with resolved_run(recipe.build, spec, None, {}, kernels=cluster.device.kernels, verb="forecast") as resolved:
-        pass  # what is resolved outlives the world in which it was
-    told = forecast_resolved(
-        resolved,
-        cluster,
-        Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
-        microbatches=step["microbatches"],
-        loss=step["loss"],
-    )
+    run = recipe_run(options.script, rest, world=options.world, kernels=cluster.device.kernels, verb="forecast")
+    told = forecast_resolved(run.resolved, cluster, run.batch, microbatches=run.microbatches, loss=run.loss)
     if options.save is not None:
         options.save.write_text(told.told.to_json(), encoding="utf-8")
     print(told)

@@ -10,9 +10,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from meshkit.cluster import Cluster
-from meshkit.preflight._resolved_run import resolved_run
-from meshkit.preflight.estimate.recipe import Recipe, load_script
-from meshkit.preflight.forecast import Batch
+from meshkit.preflight._recipe_run import recipe_run
 from meshkit.preflight.placement._place import place
 
 
@@ -36,18 +34,9 @@ def command(args: list[str]) -> None:
     """args: what follows `place`."""
     options, rest = tyro.cli(PlaceOptions, args=args, prog="python -m meshkit place", return_unknown_args=True)
     cluster = Cluster.read(options.cluster)
-    recipe = Recipe.read(load_script(options.script, verb="place"), rest, script=options.script)
-    spec = recipe.spec(options.world)
-    step = recipe.step(spec)
-    with resolved_run(recipe.build, spec, None, {}, kernels=cluster.device.kernels, verb="place") as resolved:
-        pass  # what is resolved outlives the world in which it was
-    found = place(
-        resolved.program.model,
-        replace(resolved.strategy, mesh=spec, microbatches=step["microbatches"]),
-        cluster,
-        Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
-        loss=step["loss"],
-    )
+    run = recipe_run(options.script, rest, world=options.world, kernels=cluster.device.kernels, verb="place")
+    strategy = replace(run.resolved.strategy, mesh=run.spec, microbatches=run.microbatches)
+    found = place(run.resolved.program.model, strategy, cluster, run.batch, loss=run.loss)
     print(found)
     if options.out is not None:
         found.strategy.write(options.out)

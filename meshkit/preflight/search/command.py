@@ -14,10 +14,8 @@ from tyro.conf import Positional, arg
 
 from meshkit.cluster import Cluster
 from meshkit.mesh import MeshSpec
-from meshkit.preflight._resolved_run import resolved_run
+from meshkit.preflight._recipe_run import recipe_run
 from meshkit.preflight.estimate.command import parse_bytes
-from meshkit.preflight.estimate.recipe import Recipe, load_script
-from meshkit.preflight.forecast import Batch
 from meshkit.preflight.search._drawing import svg
 from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._result import Tried
@@ -69,23 +67,19 @@ def command(args: list[str]) -> None:
     options, rest = tyro.cli(Search, args=args, prog="python -m meshkit search", return_unknown_args=True)
     device_bytes = None if options.device_memory is None else parse_bytes(options.device_memory)
     cluster, goal = Cluster.read(options.cluster), parse_goal(options.goal)
-    recipe = Recipe.read(load_script(options.script, verb="search"), rest, script=options.script)
-    spec = recipe.spec(options.world)
-    step = recipe.step(spec)
-    with resolved_run(recipe.build, spec, None, {}, kernels=cluster.device.kernels, verb="search") as resolved:
-        pass  # what is resolved outlives the world in which it was
+    run = recipe_run(options.script, rest, world=options.world, kernels=cluster.device.kernels, verb="search")
     console = Console(stderr=True)
     with console.status("reading") as status:
         found = search(
-            resolved.program.model,
+            run.resolved.program.model,
             cluster,
-            Batch(sequences=int(recipe.config.global_batch), seq_len=step["seq_len"]),
+            run.batch,
             world=options.world,
             device_memory=device_bytes,
-            space=_space(options, resolved.strategy, _given(rest), str(recipe.config.mesh)),
+            space=_space(options, run.resolved.strategy, _given(rest), str(run.config.mesh)),
             goal=goal,
-            fixed=_fixed(resolved.strategy, _given(rest)),
-            loss=step["loss"],
+            fixed=_fixed(run.resolved.strategy, _given(rest)),
+            loss=run.loss,
             limit_s=options.limit_s,
             progress=lambda tried, left, best: _show(status, tried, left, best),
         )
