@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from meshkit.cluster import Op
@@ -57,6 +57,7 @@ class OpTrace:
         self._skipping = 0
         self._ran: list[_Ran] = []
         self._numbers: dict[int, int] = {}  # storage -> number of the tensor that lies there
+        self._storages: list[UntypedStorage] = []  # of those; kept, so that nothing else comes to lie there
         self._count = 0
         self._active = ExitStack()
         self.called: list[str] = []
@@ -148,8 +149,8 @@ class OpTrace:
         owner = self._stack[0] if self._stack else self._backward_of if in_backward else ""
         # A forward that backward runs again makes a graph of its own, which a backward does not.
         phase = "forward" if not in_backward else "recompute" if torch.is_grad_enabled() else "backward"
-        # A matrix product of which neither factor is a parameter.
-        activations = min(numbers, default=0) >= 0
+        # A matrix product of which neither factor is a parameter; where rows of experts begin is no factor.
+        activations = all(self._number(tensor) >= 0 for tensor in inputs if tensor.is_floating_point())
         op = _op_of(func, name, args, kwargs, out, inputs, outputs, phase)
         if op.kind == "matmul" and phase == "backward" and activations and "bmm" not in name:
             op = replace(op, phase="weight")
@@ -165,8 +166,9 @@ class OpTrace:
         number = self._number(tensor)
         if number in read:
             return number
-        self._count += 1  # the memory may be that of a tensor which is gone
+        self._count += 1
         self._numbers[_torch.storage_key(tensor)] = self._count
+        self._storages.append(tensor.untyped_storage())
         return self._count
 
 

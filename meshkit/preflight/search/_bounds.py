@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -21,7 +21,7 @@ from meshkit.parallel.pipeline import Cut, Row, Schedule, Times, simulate
 from meshkit.parallel.shardings import hops_between, ranks_between, shardings_of
 from meshkit.preflight.forecast import PartSeconds
 from meshkit.resolve import Resolved
-from meshkit.strategy import OptimizerPolicy, Shardings, Strategy
+from meshkit.strategy import DataPolicy, OptimizerPolicy, Shardings, Strategy
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -201,8 +201,13 @@ class Shares:
 
     @staticmethod
     def of(strategy: Strategy, spec: MeshSpec) -> Shares:
+        return Shares._of(strategy.zero, strategy.data, spec)
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 14)
+    def _of(zero: int | None, data: DataPolicy, spec: MeshSpec) -> Shares:
         try:
-            row = shardings_of(strategy, spec)
+            row = shardings_of(Strategy(zero=zero, data=data), spec)
         except PlanError:
             row = Shardings()  # it is refused, whatever it holds
         states, experts = (ranks_between(spec, "none", row.states, experts=each) for each in (False, True))

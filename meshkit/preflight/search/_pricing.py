@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from meshkit.cluster import Cluster
 from meshkit.errors import MeshkitError, PlanError
+from meshkit.memory import Treatment
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Cut
 from meshkit.preflight._inner import inner_mesh
@@ -32,7 +33,18 @@ from meshkit.preflight.forecast import (
     profile_step,
 )
 from meshkit.preflight.placement import Placed, best_placed
-from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, Shares, alive_of
+from meshkit.preflight.search._ahead import Ahead, Task
+from meshkit.preflight.search._bounds import (
+    Alive,
+    Elements,
+    Gathers,
+    Kept,
+    Microbatch,
+    Seconds,
+    Shares,
+    Stages,
+    alive_of,
+)
 from meshkit.preflight.search._goal import Goal, cost
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
@@ -41,12 +53,17 @@ from meshkit.step import Loss
 from meshkit.strategy import BlockOverride, DataPolicy, PipelinePolicy, Strategy
 
 Made = TypeVar("Made")
+Treatments = tuple[tuple[str, Treatment], ...]
 NOTHING = Profile(ops=(), launches={})
 KEPT = 64  # resolved strategies and profiles; of thousands they would not fit
 
 
 class Pricing:
-    def __init__(self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal) -> None:
+    """processes: how many trace, this one among them."""
+
+    def __init__(
+        self, model: nn.Module, cluster: Cluster, batch: Batch, loss: Loss, goal: Goal, processes: int = 1
+    ) -> None:
         # Bounds are made of the best device and links there are; what is unlike is slower, and placed for each strategy.
         self.model, self.unlike, self.cluster = model, cluster, replace(cluster, unlike=None)
         self.batch, self.loss, self.goal = batch, loss, goal
@@ -57,12 +74,15 @@ class Pricing:
         self._placed: OrderedDict[str, Placed] = OrderedDict()
         self._peaks: dict[str, Composed] = {}
         self._tried: dict[str, Tried] = {}
+        self._traced: dict[Hashable, tuple[Treatments, ModelProfile]] = {}
         self._microbatches: dict[Hashable, Microbatch | None] = {}
         self._cuts: dict[Hashable, Cut | MeshkitError | None] = {}
+        self._stages: dict[Hashable, Stages | None] = {}
         self._elements: dict[Hashable, Elements | None] = {}
         self._kept: dict[Hashable, Kept | None] = {}
         self._gathers: dict[Hashable, Gathers] = {}
         self._alive: dict[Hashable, Alive | None] = {}
+        self.ahead = Ahead(self._serve, processes - 1)
 
     # ------------------------------------------------------------------------------------------------- exactly
 
@@ -75,7 +95,7 @@ class Pricing:
 
     def profile(self, strategy: Strategy) -> StepProfile:
         def made() -> StepProfile:
-            return self._profiled(self.resolved(strategy), self.batch, strategy.microbatches or 1)
+            return self._profiled(self.resolved(strategy), self.batch, strategy)
 
         return _kept(self._profiles, repr(strategy), made)
 
@@ -130,15 +150,51 @@ class Pricing:
             return self.program  # it takes something else, or fewer tokens
         return program
 
-    def _profiled(self, resolved: Resolved, batch: Batch, microbatches: int) -> StepProfile:
+    def _profiled(self, resolved: Resolved, batch: Batch, strategy: Strategy) -> StepProfile:
+        rows = ceil(batch.rows(resolved.spec) / (strategy.microbatches or 1))
+        key, treatments = (self.family(strategy), rows), tuple(resolved.treatments.items())
+        if not self._is_known("traced", key) or self._traced[key][0] != treatments:
+            self._traced[key] = self._trace(resolved, rows)
         return profile_step(
             resolved,
             batch,
-            microbatches=microbatches,
+            microbatches=strategy.microbatches or 1,
             loss=self.loss,
             kernels=self.cluster.device.kernels,
             profiles=self.profiles,
+            computed=self._traced[key][1],
         )
+
+    # ------------------------------------------------------------------------------------------ by other processes
+
+    @property
+    def _shared(self) -> dict[str, dict[Hashable, Any]]:
+        """What was traced, as far as one process may tell another."""
+        return {"traced": self._traced, "microbatch": self._microbatches, "kept": self._kept}
+
+    def _serve(self, task: Task) -> dict[Hashable, Any]:
+        """In another process: what it learns of a task."""
+        self.ahead = Ahead(self._serve, 0)
+        before = {name: set(known) for name, known in self._shared.items()}
+        getattr(self, task.method)(*task.arguments)
+        return {(name, key): known[key] for name, known in self._shared.items() for key in known.keys() - before[name]}
+
+    def _is_known(self, name: str, key: Hashable) -> bool:
+        """Here, or by a process that was asked for it."""
+        known = self._shared[name]
+        if key not in known and self.ahead.take((name, key)):
+            known[key] = self.ahead.found.pop((name, key))
+        return key in known
+
+    def task_of_whole(self, strategy: Strategy, rows: int, ep: int) -> Task:
+        """The bytes of a rank that splits nothing."""
+        return Task(("kept", ("whole", recompute_of(strategy), rows, ep)), "kept_whole", (strategy, rows, ep))
+
+    def tasks_of(self, strategy: Strategy, rows: int, *, kept: bool) -> list[Task]:
+        """Seconds of its microbatch of so many rows, and with `kept` its bytes, as far as they are not known."""
+        key = self.family(strategy), rows
+        names = ("microbatch", "kept") if kept else ("microbatch",)
+        return [Task((name, key), name, (strategy, rows)) for name in names if key not in self._shared[name]]
 
     # -------------------------------------------------------------------------------------- what bounds are made of
 
@@ -150,12 +206,12 @@ class Pricing:
         """What an operator of one microbatch depends on beside its rows."""
         spec = strategy.mesh_for()
         inner = spec.cp, spec.tp, spec.ep, spec.etp
-        return inner, strategy.sequence, _recompute(strategy), strategy.context.scheme
+        return inner, strategy.sequence, recompute_of(strategy), strategy.context.scheme
 
     def is_traced(self, strategy: Strategy) -> bool:
         """Seconds and bytes of its microbatch, so that its price takes milliseconds."""
         key = self.family(strategy), self.rows(strategy)
-        return key in self._microbatches and key in self._kept
+        return self._is_known("microbatch", key) and self._is_known("kept", key)
 
     def _alone(self, strategy: Strategy) -> Strategy:
         """One stage and one replica of it, without the rest of the mesh."""
@@ -177,8 +233,8 @@ class Pricing:
 
         ep: the largest of the space. None where that is refused.
         """
-        key = "whole", _recompute(strategy), rows, ep
-        if key not in self._microbatches:
+        key = "whole", recompute_of(strategy), rows, ep
+        if not self._is_known("microbatch", key):
             self._microbatches[key] = None
             try:
                 found = self._computed(strategy, rows, ep)
@@ -193,13 +249,16 @@ class Pricing:
         return self._microbatches[key]
 
     def _computed(self, strategy: Strategy, rows: int, ep: int) -> ModelProfile:
-        return self.profiles.of(
-            self.resolved(self._whole(strategy, ep)),
-            rows=rows,
-            seq_len=self.batch.seq_len,
-            loss=self.loss,
-            kernels=self.cluster.device.kernels,
+        key = "whole", recompute_of(strategy), rows, ep
+        if not self._is_known("traced", key):
+            self._traced[key] = self._trace(self.resolved(self._whole(strategy, ep)), rows)
+        return self._traced[key][1]
+
+    def _trace(self, resolved: Resolved, rows: int) -> tuple[Treatments, ModelProfile]:
+        traced = self.profiles.of(
+            resolved, rows=rows, seq_len=self.batch.seq_len, loss=self.loss, kernels=self.cluster.device.kernels
         )
+        return tuple(resolved.treatments.items()), traced
 
     def sent(self, strategy: Strategy, rows: int, ep: int) -> Microbatch | None:
         """The same with the messages that block kernels, which the strategy's own resolution says; nothing is traced."""
@@ -284,7 +343,7 @@ class Pricing:
     def microbatch(self, strategy: Strategy, rows: int) -> Microbatch | None:
         """Seconds of the parts of one microbatch of so many rows; None where it is refused without the rest of its mesh."""
         key = self.family(strategy), rows
-        if key not in self._microbatches:
+        if not self._is_known("microbatch", key):
             try:
                 self._microbatches[key] = self._microbatch(self._alone(strategy), rows)
             except MeshkitError:
@@ -295,7 +354,7 @@ class Pricing:
         spec = alone.mesh_for()
         batch = Batch(sequences=rows * spec.dp_shard, seq_len=self.batch.seq_len)
         resolved = self.resolved(alone)
-        profile = self._profiled(resolved, batch, 1)
+        profile = self._profiled(resolved, batch, alone)
         prices = Prices(self.cluster, spec)
         parts = {part.name: Seconds.of(prices.part(part)) for part in profile.stages[0]}
         blocks = set(resolved.blocks)
@@ -308,6 +367,14 @@ class Pricing:
         """The stages of any strategy with that many ranks of pp and that schedule; None without pp, and where refused."""
         cut = self._cut_or_refusal(strategy)
         return None if isinstance(cut, MeshkitError) else cut
+
+    def stages(self, strategy: Strategy) -> Stages | None:
+        """The strategy's own, where it says how many blocks each has."""
+        key = strategy.mesh_for().pp, strategy.pipeline.schedule, strategy.pipeline.stages
+        if key not in self._stages:
+            cut = self.cut(strategy)
+            self._stages[key] = None if cut is None else Stages.of(cut, strategy.pipeline.stages)
+        return self._stages[key]
 
     def refusal(self, strategy: Strategy) -> MeshkitError | None:
         """Of every strategy with that many ranks of pp and that schedule: one that has nothing else is refused."""
@@ -382,19 +449,19 @@ class Pricing:
 
     def kept_whole(self, strategy: Strategy, rows: int, ep: int) -> Kept | None:
         """What `kept` returns, on a rank that splits nothing."""
-        return self._kept_of(("whole", _recompute(strategy), rows, ep), self._whole(strategy, ep), rows)
+        return self._kept_of(("whole", recompute_of(strategy), rows, ep), lambda: self._whole(strategy, ep), rows)
 
     def kept(self, strategy: Strategy, rows: int) -> Kept | None:
         """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, those of them that
         wait on for W, and what backward holds beside. None where they are not composed.
         """
-        return self._kept_of((self.family(strategy), rows), self._alone(strategy), rows)
+        return self._kept_of((self.family(strategy), rows), lambda: self._alone(strategy), rows)
 
-    def _kept_of(self, key: Hashable, strategy: Strategy, rows: int) -> Kept | None:
-        if key not in self._kept:
+    def _kept_of(self, key: Hashable, alone: Callable[[], Strategy], rows: int) -> Kept | None:
+        if not self._is_known("kept", key):
             try:
                 sizes = kept_of_blocks(
-                    self.resolved(strategy),
+                    self.resolved(alone()),
                     rows=rows,
                     seq_len=self.batch.seq_len,
                     profiles=self.memory,
@@ -407,7 +474,7 @@ class Pricing:
         return self._kept[key]
 
 
-def _recompute(strategy: Strategy) -> str:
+def recompute_of(strategy: Strategy) -> str:
     recompute = strategy.memory.recompute
     return recompute if isinstance(recompute, str) else repr(recompute)
 

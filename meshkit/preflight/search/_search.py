@@ -19,6 +19,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.preflight.estimate import estimate
 from meshkit.preflight.forecast import Batch
 from meshkit.preflight.placement import min_max_partition
+from meshkit.preflight.search._ahead import Ahead, Task
 from meshkit.preflight.search._bounds import (
     Again,
     Alive,
@@ -35,12 +36,14 @@ from meshkit.preflight.search._bounds import (
 from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
-from meshkit.preflight.search._pricing import Pricing
+from meshkit.preflight.search._pricing import Pricing, recompute_of
 from meshkit.preflight.search._result import Found, Tried, pareto, reason_of
 from meshkit.preflight.search._space import Group, Space, divisors
 from meshkit.step import Loss, next_token_loss
-from meshkit.strategy import DataPolicy, PipelinePolicy, RecomputeMode, Strategy
+from meshkit.strategy import DataPolicy, OptimizerPolicy, PipelinePolicy, RecomputeMode, Strategy
 
+AHEAD = 32  # of what waits; what it is asked for lies within
+FEWER_ROWS = 0.99  # experts apart were seen to take up to .4 % less of a step for each row where there are fewer rows
 SIMULATED = 2048  # tasks; a longer table is simulated once, when its strategy is priced
 
 
@@ -58,6 +61,7 @@ def search(
     exhaustive: bool = False,
     recheck: bool = True,
     limit_s: float | None = None,
+    processes: int = 1,
     progress: Callable[[int, int, Tried | None], None] | None = None,
 ) -> Found:
     """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
@@ -68,26 +72,32 @@ def search(
     priced. fixed: choices that stay, as precision. exhaustive: price
     everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
     what its composed peak may be wrong by.
-    limit_s: processor seconds after which the best so far is the answer, and `Found.gap` says what was left.
-    progress: called with how many were priced, how many are left, and the best so far.
+    limit_s: processor seconds, of others too while it waits for them, after which the best so far is the answer, and
+    `Found.gap` says what was left. processes: how many trace, this one among them; the others are forked, and trace what is
+    likely to be asked for next, so the answer is the same. progress: called with how many were priced, how many are left, and
+    the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
-    Raises: PlanError for no world, and for a goal that there is not.
+    Raises: PlanError for no world, a goal that there is not, and processes that cannot be.
     """
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     refuse_goal(goal, machine)
+    Ahead.refuse(processes)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
-    pricing = Pricing(model, machine, batch, loss, goal)
     limit = None if limit_s is None else time.process_time() + limit_s
+    pricing = Pricing(model, machine, batch, loss, goal, processes)
     worlds = divisors(world) if goal == "fewest ranks" else [world]
-    for ranks in worlds:
-        found = _of_world(
-            pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, limit, progress
-        )
-        if found.winner is not None:
-            break
+    try:
+        for ranks in worlds:
+            found = _of_world(
+                pricing, ranks, asked, base, device_memory, exhaustive or callable(goal), recheck, limit, progress
+            )
+            if found.winner is not None:
+                break
+    finally:
+        pricing.ahead.close()
     return found
 
 
@@ -135,6 +145,7 @@ class _World:
         self.aside: list[_Node] = []
         self._rows: dict[Hashable, int] = {}
         self._most_ep = 1
+        self._ranks: dict[Hashable, Ranks | None] = {}
         self._balanced: dict[Hashable, tuple[int, ...] | None] = {}
         self._number = counting()
         # A model of rates favours size; measured points may not.
@@ -152,6 +163,10 @@ class _World:
             for each in (self.pricing.family(group.first), None):  # of all families
                 self._rows[each] = max(self._rows.get(each, 0), rows)
             self._most_ep = max(self._most_ep, group.meshes[0].ep)
+        if not self.exhaustive:  # what every bound is made of, while this process reads pipelines
+            alike = {(recompute_of(each.first), self.ep(each.first)): each.first for each in groups}
+            tasks = [self.pricing.task_of_whole(each, self._rows[None], self.ep(each)) for each in alike.values()]
+            self.pricing.ahead.ask(tasks, each=len(tasks))
         for group in groups:
             if (refusal := self.pricing.refusal(group.first)) is not None:
                 self.refused[reason_of(refusal)] += len(group)
@@ -164,13 +179,28 @@ class _World:
         """The least of what waits that may be better than the best. What was put aside waits with the rest once nothing else
         is left; until something fits, that of the fewest bytes comes alone.
         """
-        if self.aside and not self.is_open:
+        if self.aside and (self.best is not None or not self.heap):
             if self.best is None:
                 return self.aside.pop(min(range(len(self.aside)), key=lambda at: self.bytes_of(self.aside[at])))
             for node in self.aside:
                 heapq.heappush(self.heap, node)
             self.aside, self.dives = [], False
         return heapq.heappop(self.heap) if self.is_open else None
+
+    def look_ahead(self, group: Group, level: Level) -> None:
+        """Let others trace what comes after the group, were nothing put before it."""
+        best, own = self.best, {task.key for task in self.tasks(group, level)}
+        if not own or best is None:
+            return
+        waiting = [node for node in heapq.nsmallest(AHEAD, self.heap) if Level.SENT <= node.level < Level.OWN]
+        tasks = [task for node in waiting if node.bound < best.cost for task in self.tasks(node.group, node.level + 1)]
+        self.pricing.ahead.ask([task for task in tasks if task.key not in own])
+
+    def tasks(self, group: Group, level: int) -> list[Task]:
+        """What is traced so that so much is known of the group."""
+        if level < Level.OWN:
+            return self.pricing.tasks_of(group.first, self._rows[self.pricing.family(group.first)], kept=False)
+        return self.pricing.tasks_of(group.first, self.pricing.rows(group.first), kept=True)
 
     @property
     def is_open(self) -> bool:
@@ -187,6 +217,8 @@ class _World:
             level = Level.TRACED
         if level is Level.TRACED and (self.best is None or self.pricing.is_traced(group.first)):
             level = Level.OWN  # until something fits there is nothing that a bound could cut
+        if level in (Level.TRACED, Level.OWN) and not self.exhaustive:
+            self.look_ahead(group, level)
         if self.exhaustive:
             for variant in self.variants(group):
                 self.left -= len(variant)
@@ -230,11 +262,11 @@ class _World:
         if self.device_bytes is None or level in (Level.TABLED, Level.TRACED):
             return group  # what it keeps is traced with its own rows alone, for that is asked for again
         ranks: dict[Hashable, Ranks | None] = {}
-        small = []
+        small, smallest = [], group.smallest
         for spec in group.meshes:
             shares = Shares.of(group.first, spec)
             if shares.gathers not in ranks:
-                ranks[shares.gathers] = self.ranks(replace(group.smallest, mesh=spec), level)
+                ranks[shares.gathers] = self.ranks(smallest, level, spec)
             of_ranks = ranks[shares.gathers]
             if of_ranks is None or of_ranks.least_bytes(shares.states, self.pricing.itemsize) <= self.device_bytes:
                 small.append(spec)
@@ -337,17 +369,18 @@ class _World:
         most = self._rows[None if level is Level.WHOLE else family]
         if not self.is_modelled:
             return None, 1.0
-        # Experts apart were seen to take up to .4 % less of a step for each row where there are fewer rows.
-        if level is Level.TRACED and strategy.mesh_for().ep == 1:
-            return pricing.microbatch(strategy, most), rows / most
-        if level in (Level.SENT, Level.TABLED, Level.TRACED):
+        if level is Level.TRACED:
+            fewer = FEWER_ROWS if strategy.mesh_for().ep > 1 else 1.0
+            return pricing.microbatch(strategy, most), fewer * rows / most
+        if level in (Level.SENT, Level.TABLED):
             return pricing.sent(strategy, most, self.ep(strategy)), rows / most
         spec = strategy.mesh_for()
         return pricing.whole(strategy, most, self.ep(strategy)), rows / most / (spec.cp * spec.tp)
 
     def cost(self, strategy: Strategy, least_s: float) -> float:
         """The least that the goal makes of a step of so many seconds at least."""
-        busy_s = 0.0 if self.exhaustive else self.mean_s(strategy, Level.WHOLE)
+        joules = self.pricing.goal == "energy" and not self.exhaustive
+        busy_s = self.mean_s(strategy, Level.WHOLE) if joules else 0.0
         return least_cost(self.pricing.goal, self.pricing.cluster, self.world, least_s, busy_s)
 
     def mean_s(self, strategy: Strategy, level: Level) -> float:
@@ -399,10 +432,9 @@ class _World:
         self, strategy: Strategy, microbatch: Microbatch, level: Level, share: float, again_s: Array | None
     ) -> float:
         pricing, spec, count = self.pricing, strategy.mesh_for(), strategy.microbatches or 1
-        least, cut = microbatch.least_s(strategy), pricing.cut(strategy)
-        if cut is None or self.crowded or self.is_recut:
+        least, cut, stages = microbatch.least_s(strategy), pricing.cut(strategy), pricing.stages(strategy)
+        if cut is None or stages is None or self.crowded or self.is_recut:
             return least
-        stages = Stages.of(cut, strategy.pipeline.stages)
         least = max(least, stages.least_s(microbatch, count, again_s))
         cannot_be_best = self.best is not None and self.cost(strategy, least * share) >= self.best.cost
         if level >= Level.TABLED and len(stages.placement) * count <= SIMULATED and not cannot_be_best:
@@ -415,8 +447,31 @@ class _World:
         states = Shares.of(strategy, strategy.mesh_for()).states
         return 0.0 if ranks is None else ranks.least_bytes(states, self.pricing.itemsize)
 
-    def ranks(self, strategy: Strategy, level: Level) -> Ranks | None:
-        """Of a rank that splits nothing, of whose bytes each row keeps its share at least; or of its own microbatch."""
+    def ranks(self, strategy: Strategy, level: Level, spec: MeshSpec | None = None) -> Ranks | None:
+        """Of a rank that splits nothing, of whose bytes each row keeps its share at least; or of its own microbatch.
+
+        spec: the strategy's mesh, where it is another than it says.
+        """
+        spec = spec or strategy.mesh_for()
+        shares = Shares.of(strategy, spec)
+        key = (
+            self._learnt(level, strategy),
+            self.pricing.rows(strategy),
+            (spec.pp, spec.cp, spec.tp, spec.ep, spec.etp, shares.gathers, shares.frees),
+            (strategy.pipeline.schedule, strategy.pipeline.stages, min(strategy.microbatches or 1, 2 * spec.pp)),
+        )
+        if key not in self._ranks:
+            self._ranks[key] = self._ranks_of(replace(strategy, mesh=spec), level)
+        return self._ranks[key]
+
+    def _learnt(self, level: Level, strategy: Strategy) -> Hashable:
+        """What bytes depend on beside the mesh and the pipeline."""
+        memory, family = recompute_of(strategy), None
+        if level is Level.OWN:
+            family = self.pricing.family(strategy)
+        return level > Level.WHOLE, family, memory, strategy.memory.optimizer == OptimizerPolicy()
+
+    def _ranks_of(self, strategy: Strategy, level: Level) -> Ranks | None:
         elements = self.pricing.elements(strategy)
         if elements is None:
             return None
@@ -436,12 +491,10 @@ class _World:
 
     def stages_alive(self, strategy: Strategy, level: Level) -> tuple[Stages | None, Alive | None]:
         """None where there are no stages, or they are not known yet."""
-        pricing, pp, cut, stages = self.pricing, strategy.mesh_for().pp, self.pricing.cut(strategy), None
-        if level > Level.WHOLE and cut is not None:
-            stages = Stages.of(cut, strategy.pipeline.stages)
+        stages = self.pricing.stages(strategy) if level > Level.WHOLE else None
         # What is alive at a time grows with the microbatches, until the pipeline is full.
-        count = min(strategy.microbatches or 1, 2 * pp)
-        return stages, None if cut is None else pricing.alive(strategy, count)
+        count = min(strategy.microbatches or 1, 2 * strategy.mesh_for().pp)
+        return stages, self.pricing.alive(strategy, count)
 
     # ------------------------------------------------------------------------------------------------------- prices
 
@@ -499,7 +552,7 @@ def _of_world(
     ended = False
     while True:
         while (node := state.next()) is not None:
-            if until is not None and time.process_time() > until:
+            if until is not None and time.process_time() + pricing.ahead.waited_s > until:
                 state.push(node.bound, node.group, node.level)
                 ended = True
                 break

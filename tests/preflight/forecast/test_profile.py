@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import meshkit as mk
 from meshkit.metrics import ModelFlops
 from meshkit.preflight.forecast import ModelProfile, profile_model
+from meshkit.preflight.forecast._trace import OpTrace
 from meshkit.program import read_program
 from meshkit.resolve import resolve
 from tests.tiny import tiny_config, tiny_deepseek
@@ -83,6 +85,31 @@ def test_weights_gradients_are_a_phase_of_their_own() -> None:
         parts = [*profile.blocks.values(), *profile.around.values()]
         weight = sum(part.flops("weight") for part in parts) * mk.MeshSpec.parse(mesh).tp
         assert weight == 2 * products * ROWS * TOKENS, mesh
+
+
+class Grouped(nn.Module):
+    """Two experts; where the rows of each end is known beforehand, so that no operator of the step makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 16, 32, device="meta"))
+        self.ends = torch.empty(2, dtype=torch.int32, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.grouped_mm(x, self.weight, offs=self.ends)
+
+
+def test_weights_gradients_of_experts_are_a_phase_of_their_own() -> None:
+    model = Grouped()
+    with OpTrace(model, [""]) as trace:
+        x = torch.empty(8, 16, device="meta", requires_grad=True) * 2
+        model(x).square().sum().backward()
+    (profile,) = trace.profiles().values()
+    assert Counter(op.phase for op, _ in profile.ops if op.kind == "matmul") == {
+        "forward": 1,
+        "backward": 1,
+        "weight": 1,
+    }
 
 
 def test_full_recompute_runs_a_block_again_up_to_its_last_saved_tensor() -> None:
