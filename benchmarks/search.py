@@ -4,9 +4,11 @@
     python benchmarks/search.py --models 70b --record    # adds rows to results/search.jsonl
     python benchmarks/search.py --plain                  # of rows of shardings the ZeRO stages alone
     python benchmarks/search.py --mix                    # mixtures of two modes of recompute too
+    python benchmarks/search.py --processes 2            # one more traces ahead
 
-The default space on the datasheet of H100s with 80 GiB, bf16, the model's own plan. CPU seconds are of the one process, which
-has one thread; on a machine with nothing else they are the seconds that it takes.
+The default space on the datasheet of H100s with 80 GiB, bf16, the model's own plan. CPU seconds and GiB
+are of the process that searches, which has one thread; with one process, on a machine with nothing else, they are the seconds
+that it takes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import multiprocessing
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +65,7 @@ CASES = {
 }
 
 
-def measured(name: str, plain: bool, mix: bool) -> dict[str, Any]:
+def measured(name: str, plain: bool, mix: bool, processes: int) -> dict[str, Any]:
     case, model = CASES[name], CASES[name].model()
     fixed = mk.Strategy(plan=mk.models.model_plan(case.config), memory=mk.MemoryPolicy(precision=Precision()))
     batch = mk.Batch(sequences=case.sequences, seq_len=case.seq_len)
@@ -85,6 +88,7 @@ def measured(name: str, plain: bool, mix: bool) -> dict[str, Any]:
         device_memory=80 * GIB,
         fixed=fixed,
         limit_s=case.end_s,
+        processes=processes,
         progress=progress,
     )
     print(found, flush=True)
@@ -92,6 +96,7 @@ def measured(name: str, plain: bool, mix: bool) -> dict[str, Any]:
         "model": name,
         "plain": plain,
         "mix": mix,
+        "processes": processes,
         "ranks": case.ranks,
         "batch": asdict(batch),
         "wall_s": round(time.perf_counter() - began, 1),
@@ -113,12 +118,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--mix", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.models:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = environment() | pool.apply(measured, (name, options.plain, options.mix))
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(measured, name, options.plain, options.mix, options.processes)
+            row = environment() | found.result()
         print(json.dumps(row))
         if options.record:
             with RESULTS.open("a") as file:

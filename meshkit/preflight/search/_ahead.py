@@ -60,6 +60,11 @@ class Ahead:
             raise PlanError(
                 f"search(processes={processes}): processes are forked, which this system cannot. Leave processes away."
             )
+        if processes > 1 and multiprocessing.current_process().daemon:
+            raise PlanError(
+                f"search(processes={processes}): this process is a daemon of multiprocessing, which may not fork. Leave "
+                "processes away."
+            )
 
     def ask(self, tasks: Sequence[Task], *, each: int = 1) -> None:
         """Those that nobody was asked for yet, as far as a process has fewer than so many."""

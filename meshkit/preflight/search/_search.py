@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -135,7 +135,7 @@ class _World:
         self.pricing, self.device_bytes = pricing, device_bytes
         self.world = world
         self.exhaustive, self.balance = exhaustive, balance
-        self.dives, self.room = not exhaustive, 1.0
+        self.dives, self.room = not exhaustive, defaultdict[int, float](lambda: 1.0)  # by ranks of pp
         self.refused: Counter[str] = Counter()
         self.unfit = self.left = 0
         self.tried: list[Tried] = []
@@ -279,7 +279,7 @@ class _World:
     def is_tight(self, group: Group) -> bool:
         """Whether it will not fit, as likely as not: were its least bytes as wrong as those of what was priced."""
         least = self.least_bytes(group.smallest, Level.SENT)
-        return self.device_bytes is not None and least > self.room * self.device_bytes
+        return self.device_bytes is not None and least > self.room[group.meshes[0].pp] * self.device_bytes
 
     def bytes_of(self, node: _Node) -> float:
         """The least bytes of what was learnt to fit by them."""
@@ -302,7 +302,8 @@ class _World:
             if self.device_bytes is not None and peak_bytes is not None:
                 too_large = peak_bytes - self.pricing.padding_bytes(strategy) > self.device_bytes
                 # What of a device the bound of the next may take, by how wrong this one was.
-                self.room = min(self.room, self.least_bytes(strategy, Level.SENT) / peak_bytes)
+                pp = group.meshes[0].pp
+                self.room[pp] = min(self.room[pp], self.least_bytes(strategy, Level.SENT) / peak_bytes)
 
     def price_mixed(self, group: Group, heavier: RecomputeMode) -> None:
         """Each with as few blocks in the heavier mode as fit, where it may be better."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +57,8 @@ class Search:
     """also strategies that keep masters and moments on the host; their peaks are traced, which takes seconds each"""
     limit_s: float | None = None
     """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
+    processes: int | None = None
+    """how many trace; default: as many as there are processors, at most 8"""
     out: Path | None = None
     """write the winner as TOML, for --strategy"""
     svg: Path | None = None
@@ -81,6 +84,7 @@ def command(args: list[str]) -> None:
             fixed=_fixed(run.resolved.strategy, _given(rest)),
             loss=run.loss,
             limit_s=options.limit_s,
+            processes=min(8, os.cpu_count() or 1) if options.processes is None else options.processes,
             progress=lambda tried, left, best: _show(status, tried, left, best),
         )
     print(found)
