@@ -266,6 +266,9 @@ def refusals_of_a_step() -> list[str]:
         with pytest.raises(mk.MeshkitError) as error:
             mk.parallelize(Returns(made), mesh_for("dp_shard=2")).forward_backward(batch)  # type: ignore[arg-type]
         said.append(str(error.value))
+    run = mk.parallelize(Returns(lambda x: x), mesh_for("dp_shard=2"))
+    with pytest.raises(mk.MeshkitError, match=r"evaluate\(batch=a list\): give a dict of tensors"):
+        run.evaluate([{"input_ids": ids, "labels": ids}])  # type: ignore[arg-type]
     return said
 
 

@@ -90,7 +90,7 @@ class MeshSpec:
                 placement = _ranks_of(value, text)
                 continue
             if axis not in AXIS_NAMES:
-                raise MeshError(f'mesh "{text}": {no_axis(axis)}')
+                raise MeshError(f'mesh "{text}": {no_axis(axis, "placement")}')
             if axis in sizes:
                 raise MeshError(f'mesh "{text}": axis {axis!r} is given twice. Keep one.')
             nodes, nested, inside = value.partition("x") if axis == "dp_shard" else (value, "", "")

@@ -182,11 +182,7 @@ class Run:
         hooks, and what the blocks send.
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"forward_backward(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
-                "{'input_ids': ..., 'labels': ...}."
-            )
+        _refuse_no_batch("forward_backward", batch)
         watch = self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
         self.valid_tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, watch, step=step)
         tokens = self.valid_tokens.clamp(min=1)
@@ -502,6 +498,7 @@ class Run:
         first evaluation by a loss that is seen to be a mean already, or to mix rows, or on cp tokens.
         Wire: two all-reduces of a few numbers over the mesh, and what the forward sends.
         """
+        _refuse_no_batch("evaluate", batch)
         watch = self._losses.watch("evaluate", batch, 1, loss, count, mask)
         counted = self._begin("evaluate", batch, loss, count, mask, watch=watch)
         ((part, weight),) = self.parts(batch, 1, mask)
@@ -569,3 +566,11 @@ def _masks(mask: Mask | Sequence[Mask] | None) -> str:
         return "none"
     masks = [mask] if isinstance(mask, Mask) else list(mask)
     return f"{len(masks)} of {sum(each.tokens for each in masks)} tokens, {hash(tuple(masks)):x}"
+
+
+def _refuse_no_batch(verb: str, batch: object) -> None:
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"{verb}(batch=a {type(batch).__name__}): give a dict of tensors whose first dim is the row, as "
+            "{'input_ids': ..., 'labels': ...}."
+        )

@@ -60,6 +60,7 @@ def test_describe_says_links_without_ranks() -> None:
         ("tp=3", "tp=3 needs a multiple of 3 ranks, but the world has 8"),
         ("dp_shard=2 tp=2", "uses 4 of the 8 ranks"),
         ("tpp=2", "there is no axis 'tpp'. Did you mean 'tp'"),
+        ("tp=2 placment=1-0", "there is no axis 'placment'. Did you mean 'placement'"),
         ("dp=2", "there is no axis 'dp'. Parameters are sharded over dp_shard .*copied over dp_replicate"),
         ("sp=2", "there is no axis 'sp'. Sequence parallelism lies on tp"),
         ("tp", "'tp' is not axis=size"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshkit.algos.rollout._count import is_count
 from meshkit.errors import PlanError
 
 
@@ -37,8 +38,8 @@ class CachePolicy:
     def __post_init__(self) -> None:
         for name in ("page_tokens", "max_tokens", "max_sequences", "prefill_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"CachePolicy({name}={value}): it must be at least 1.")
+            if not (value is None and name == "max_tokens") and not is_count(value):
+                raise PlanError(f"CachePolicy({name}={value!r}): it must be a whole number of at least 1.")
 
     @property
     def max_pages(self) -> int | None:

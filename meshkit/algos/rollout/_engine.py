@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from operator import index
+from math import isfinite
 from typing import Literal, Protocol, SupportsIndex
 
+from meshkit.algos.rollout._count import is_count
 from meshkit.algos.rollout._rollout import Prompt, Rollout
 from meshkit.errors import DataError
 
 Reason = Literal["stop", "length"]
+
+COLDEST = 1e-6  # temperature; logits that are divided by less overflow sooner or later
 
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8; a token has at least one byte, except special tokens, which have no text
 MARGIN = 8  # tokens: for special ones, and for those that decode to other text at the beginning
@@ -39,15 +42,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for fits, name, wanted in (
-            (_is_count(self.max_new_tokens), "max_new_tokens", "a whole number of at least 1"),
-            (self.temperature >= 0, "temperature", "at least 0, which is greedy"),
+            (is_count(self.max_new_tokens), "max_new_tokens", "a whole number of at least 1"),
+            (_is_temperature(self.temperature), "temperature", f"0, which is greedy, or a number from {COLDEST:g} on"),
             (
-                self.top_k is None or _is_count(self.top_k),
+                self.top_k is None or is_count(self.top_k),
                 "top_k",
                 "a whole number of at least 1, or None for all tokens",
             ),
             (0 < self.top_p <= 1, "top_p", "above 0, and 1 for all tokens"),
             (0 <= self.min_p <= 1, "min_p", "from 0, for all tokens, to 1"),
+            (_are_ids(self.stop_ids), "stop_ids", "a tuple of ids, which are whole numbers"),
             ("" not in self.stop_strings, "stop_strings", "strings of at least one character"),
         ):
             if not fits:
@@ -58,9 +62,12 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
-def _is_count(value: object) -> bool:
-    """Also of NumPy; not a float, which a count of tokens never equals."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 1
+def _is_temperature(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value) and (value == 0 or value >= COLDEST)
+
+
+def _are_ids(values: object) -> bool:
+    return isinstance(values, Collection) and all(isinstance(each, SupportsIndex) for each in values)
 
 
 class Engine(Protocol):
@@ -83,8 +90,8 @@ class Engine(Protocol):
 
 def refuse_odd_calls(verb: str, prompts: Sequence[Prompt], samples: int, vocabulary: int) -> None:
     """Raises: DataError for calls that no engine can answer."""
-    if samples < 1:
-        raise DataError(f"{verb}(samples={samples}): ask for at least 1 answer to each prompt.")
+    if not is_count(samples):
+        raise DataError(f"{verb}(samples={samples!r}): ask for a whole number of answers to each prompt, at least 1.")
     for prompt in prompts:
         odd = prompt.ids[(prompt.ids < 0) | (prompt.ids >= vocabulary)]
         if len(odd):
@@ -102,6 +109,10 @@ class Stopping:
     decode: Callable[[list[int]], str] | None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Sampling):
+            raise DataError(
+                f"generate(sampling={self.sampling!r}): say how tokens are drawn, as Sampling(max_new_tokens=64)."
+            )
         if self.sampling.stop_strings and self.decode is None:
             raise DataError(
                 f"generate: stop_strings={self.sampling.stop_strings} are found in text. Give decode=, for example "

@@ -321,7 +321,15 @@ def test_pages_are_shared_copied_and_given_back() -> None:
         (lambda: Sampling(max_new_tokens=0), r"Sampling\(max_new_tokens=0\): it must be a whole number of at least 1"),
         (lambda: Sampling(max_new_tokens=1, top_p=0.0), r"Sampling\(top_p=0.0\): it must be above 0"),
         (lambda: Sampling(max_new_tokens=1, stop_strings=("",)), r"stop_strings=\('',\)\): it must be strings of at"),
-        (lambda: CachePolicy(page_tokens=0), r"CachePolicy\(page_tokens=0\): it must be at least 1"),
+        (
+            lambda: Sampling(max_new_tokens=1, temperature=1e-40),
+            r"temperature=1e-40\): it must be 0, which is greedy, or a",
+        ),
+        (lambda: Sampling(max_new_tokens=1, temperature=float("nan")), r"temperature=nan\): it must be 0"),
+        (lambda: Sampling(max_new_tokens=1, stop_ids=5), r"stop_ids=5\): it must be a tuple of ids"),
+        (lambda: CachePolicy(page_tokens=0), r"CachePolicy\(page_tokens=0\): it must be a whole number of at least 1"),
+        (lambda: CachePolicy(page_tokens=2.5), r"CachePolicy\(page_tokens=2.5\): it must be a whole number"),
+        (lambda: CachePolicy(max_sequences=None), r"CachePolicy\(max_sequences=None\): it must be a whole number"),
         (
             lambda: Scheduler(SAMPLING, CachePolicy(max_tokens=8), Pages()).add([Answer(0, PROMPTS[0], 0, 0)]),
             r"a prompt of 5 ids and 12 new tokens need a cache of 16 tokens, but CachePolicy\(max_tokens=8\)",
@@ -339,6 +347,8 @@ def refused() -> list[str]:
         partial(generate, run, [Prompt(ids=np.array([7, 61]), key=1)], sampling=SAMPLING),
         partial(generate, run, PROMPTS, sampling=replace(SAMPLING, stop_strings=("x",))),
         partial(generate, run, PROMPTS, sampling=SAMPLING, samples=0),
+        partial(generate, run, PROMPTS, sampling=SAMPLING, samples=2.0),
+        partial(generate, run, PROMPTS, sampling=None),
     ):
         with pytest.raises(mk.MeshkitError) as error:
             call()
@@ -353,7 +363,9 @@ def test_what_cannot_be_answered_is_refused() -> None:
         (
             "generate: Prompt(key=1) has the id 61, but the vocabulary ends at 60.",
             "generate: stop_strings=('x',) are found in text. Give decode=",
-            "generate(samples=0): ask for at least 1 answer",
+            "generate(samples=0): ask for a whole number of answers to each prompt, at least 1.",
+            "generate(samples=2.0): ask for a whole number of answers",
+            "generate(sampling=None): say how tokens are drawn, as Sampling(max_new_tokens=64).",
         ),
         strict=True,
     ):
