@@ -34,6 +34,7 @@ from meshkit.preflight.forecast import (
 from meshkit.preflight.placement import Placed, best_placed
 from meshkit.preflight.search._bounds import Alive, Elements, Gathers, Kept, Microbatch, Seconds, Shares, alive_of
 from meshkit.preflight.search._goal import Goal, cost
+from meshkit.preflight.search._host import fits_host
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
 from meshkit.resolve import Resolved, resolve_alike
@@ -114,6 +115,11 @@ class Pricing:
             )
         return self._peaks[key]
 
+    def fits(self, strategy: Strategy, device_bytes: int | None) -> bool:
+        """On the device, and on the hosts of nodes."""
+        peak = self.peak(strategy)
+        return (device_bytes is None or peak.peak_bytes <= device_bytes) and fits_host(peak, self.cluster)
+
     def _program(self, strategy: Strategy) -> Program:
         """With cp the model is read with the positions of each rank's tokens, else for all sizes of tp once."""
         return self.program if strategy.mesh_for().cp > 1 else self._read_once
@@ -150,7 +156,7 @@ class Pricing:
         """What an operator of one microbatch depends on beside its rows."""
         spec = strategy.mesh_for()
         inner = spec.cp, spec.tp, spec.ep, spec.etp
-        return inner, strategy.sequence, _recompute(strategy), strategy.context.scheme
+        return inner, strategy.sequence, _recompute(strategy), strategy.memory.offload, strategy.context.scheme
 
     def is_traced(self, strategy: Strategy) -> bool:
         """Seconds and bytes of its microbatch, so that its price takes milliseconds."""
@@ -194,7 +200,7 @@ class Pricing:
 
     def _computed(self, strategy: Strategy, rows: int, ep: int) -> ModelProfile:
         return self.profiles.of(
-            self.resolved(self._whole(strategy, ep)),
+            self.resolved(self._whole(_resident(strategy), ep)),
             rows=rows,
             seq_len=self.batch.seq_len,
             loss=self.loss,
@@ -241,6 +247,7 @@ class Pricing:
 
     def _thin(self, strategy: Strategy, ep: int) -> tuple[Mapping[str, str], Resolved]:
         """(block -> the first that is like it, the strategy for a model of those). Each is treated as in the whole."""
+        strategy = _resident(strategy)
         one = self.resolved(self._whole(strategy, ep))
         kinds = self.memory.kinds(one)
         program = thin_program(one, kinds, "sent", lambda model: None)
@@ -329,7 +336,7 @@ class Pricing:
                 memory=replace(strategy.memory, recompute="none"),
             )
             try:
-                self._cuts[key] = None if spec.pp == 1 else self.resolved(plain).cut
+                self._cuts[key] = None if spec.pp == 1 else self.resolved(_resident(plain)).cut
             except MeshkitError as error:
                 self._cuts[key] = error.with_traceback(None)
         return self._cuts[key]
@@ -374,7 +381,7 @@ class Pricing:
         key = spec.tp, spec.ep, spec.etp
         if key not in self._elements:
             try:
-                one = replace(self._alone(strategy), mesh=MeshSpec(), sequence=False)
+                one = replace(self._alone(_resident(strategy)), mesh=MeshSpec(), sequence=False)
                 self._elements[key] = Elements.of(self.resolved(one), spec)
             except MeshkitError:
                 self._elements[key] = None
@@ -382,7 +389,8 @@ class Pricing:
 
     def kept_whole(self, strategy: Strategy, rows: int, ep: int) -> Kept | None:
         """What `kept` returns, on a rank that splits nothing."""
-        return self._kept_of(("whole", _recompute(strategy), rows, ep), self._whole(strategy, ep), rows)
+        key = "whole", _recompute(strategy), strategy.memory.offload, rows, ep
+        return self._kept_of(key, self._whole(strategy, ep), rows)
 
     def kept(self, strategy: Strategy, rows: int) -> Kept | None:
         """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, those of them that
@@ -405,6 +413,16 @@ class Pricing:
             except MeshkitError:
                 self._kept[key] = None
         return self._kept[key]
+
+
+def _resident(strategy: Strategy) -> Strategy:
+    """With activations on the device: what they are computed and sent in is the same, and no block refuses it."""
+    if strategy.memory.offload is None:
+        return strategy
+    overrides = {
+        name: replace(each, offload=None) for name, each in strategy.overrides.items() if each.recompute is not None
+    }
+    return replace(strategy, memory=replace(strategy.memory, offload=None), overrides=overrides)
 
 
 def _recompute(strategy: Strategy) -> str:

@@ -33,6 +33,7 @@ from meshkit.preflight.search._bounds import (
     table_of,
 )
 from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
+from meshkit.preflight.search._host import refuse_disk
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._pricing import Pricing
@@ -71,7 +72,7 @@ def search(
     limit_s: processor seconds after which the best so far is the answer, and `Found.gap` says what was left.
     progress: called with how many were priced, how many are left, and the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
-    Raises: PlanError for no world, and for a goal that there is not.
+    Raises: PlanError for no world, and for a goal that there is not; ClusterError for a disk without a rate.
     """
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
@@ -79,6 +80,7 @@ def search(
     refuse_goal(goal, machine)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
+    refuse_disk(asked, machine)
     pricing = Pricing(model, machine, batch, loss, goal)
     limit = None if limit_s is None else time.process_time() + limit_s
     worlds = divisors(world) if goal == "fewest ranks" else [world]
@@ -450,7 +452,7 @@ class _World:
         try:
             peak_bytes = self.pricing.peak(strategy).peak_bytes
             self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
-            fits = self.device_bytes is None or peak_bytes <= self.device_bytes
+            fits = self.pricing.fits(strategy, self.device_bytes)
             self.unfit += not fits
             if fits or self.exhaustive:
                 self.pricing.forecast(strategy)
