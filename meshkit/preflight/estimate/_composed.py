@@ -17,8 +17,8 @@ class ComposedRank:
 
     where: the part of the step that runs at the peak. at_peak: bytes then, by group as `Estimate.at_peak` has them; what lies
     on the host is no part of peak_bytes. live: microbatches of stages whose activations it keeps at a time, at most.
-    offloaded_bytes: of activations that wait on the host, or on the disk, at a time, at most. host_bytes: of the host's memory,
-    for them, or what is staged of them, and for states of the optimizer.
+    offloaded_bytes: of activations that wait on the host, or on the disk, at a time, at most. host_bytes: of the host's
+    memory, for them, or what is staged of them, and for states of the optimizer.
     """
 
     pp_rank: int

@@ -26,7 +26,7 @@ def copy_bytes_per_s(policy: ActivationOffload, cluster: Cluster, spec: MeshSpec
 
 
 def leaving_exposed_s(computed: Sequence[float], copies: Sequence[float]) -> float:
-    """Seconds that the forward of blocks waits. computed, copies: of each, in order; where nothing leaves a copy takes 0 s."""
+    """Seconds that the forward of blocks waits. computed, copies: of each, in order; a copy of nothing takes 0 s."""
     now = waited = link = 0.0
     ends = [0.0] * len(copies)
     for at, (compute_s, copy_s) in enumerate(zip(computed, copies, strict=True)):
@@ -41,7 +41,7 @@ def leaving_exposed_s(computed: Sequence[float], copies: Sequence[float]) -> flo
 
 
 def coming_exposed_s(computed: Sequence[float], copies: Sequence[float], ahead: int) -> float:
-    """Seconds that the backward of blocks waits, from the last to the first, each of which begins with all of its own back."""
+    """Seconds that the backward of blocks waits, from the last to the first; each begins when all of its own is back."""
     now = waited = link = 0.0
     ends: dict[int, float] = {}
     for at in reversed(range(len(copies))):

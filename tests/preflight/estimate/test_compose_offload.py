@@ -74,9 +74,7 @@ def strategy_of(row: dict[str, Any]) -> mk.Strategy:
         plan=PLANS[row["model"]],
         zero=None if pipelined else row["zero"],
         microbatches=row["microbatches"],
-        memory=mk.MemoryPolicy(
-            recompute=row["recompute"], precision=row["precision"], offload=POLICIES[row["policy"]]
-        ),
+        memory=mk.MemoryPolicy(recompute=row["recompute"], precision=row["precision"], offload=POLICIES[row["policy"]]),
         pipeline=mk.strategy.PipelinePolicy(schedule=row["schedule"] if pipelined else "1f1b"),
     )
 
@@ -115,7 +113,9 @@ def test_what_is_offloaded_is_said() -> None:
     assert "offloaded" in str(composed) and "activations offloaded" in str(traced)
     assert composed.at_peak["on the host"] == composed.worst.host_bytes == composed.worst.offloaded_bytes
     staged = mk.MemoryPolicy(offload=ActivationOffload(to="disk", staging=4096))
-    on_disk = compose(resolved(model_of("llama"), mk.Strategy(mesh="dp_shard=2", plan=LLAMA_PLAN, memory=staged)), **step)
+    on_disk = compose(
+        resolved(model_of("llama"), mk.Strategy(mesh="dp_shard=2", plan=LLAMA_PLAN, memory=staged)), **step
+    )
     assert (on_disk.peak_bytes, on_disk.worst.offloaded_bytes) == (composed.peak_bytes, composed.worst.offloaded_bytes)
     assert on_disk.worst.host_bytes == 4096
 
