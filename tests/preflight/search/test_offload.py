@@ -48,15 +48,15 @@ def away(each: object) -> bool:
     ("make", "fixed", "space", "ranks"),
     [
         (lambda: dense(**SHORT), mk.Strategy(), SPACE, 4),
-        (lambda: dense(**SHORT), mk.Strategy(), replace(ONE, cp=(2,), tp=(1, 2), scheme=("all_gather",)), 4),
-        (moe, EXPERTS, replace(ONE, ep=(2,)), 4),
+        (lambda: dense(**SHORT), mk.Strategy(), replace(ONE, cp=(2,), scheme=("ulysses",), recompute=("none",)), 4),
+        (moe, EXPERTS, replace(ONE, ep=(2,), recompute=("none",)), 4),
     ],
     ids=["stages", "cp", "experts"],
 )
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed, space, ranks):  # type: ignore[no-untyped-def]
     model = make()
     every = mk.search(model, SLOW, BATCH, world=ranks, space=space, fixed=fixed, exhaustive=True, recheck=False)
-    assert sum(map(away, every.tried)) * 2 == len(every.tried) > 4
+    assert sum(map(away, every.tried)) * 2 == len(every.tried) > 0
     world = _World(Pricing(model, SLOW, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=False)
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
