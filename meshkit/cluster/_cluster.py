@@ -102,12 +102,15 @@ class Host:
     """bytes_per_s: one way between a device and its host. adam_params_per_s: of an optimizer that runs on the host.
     step_s: what a step costs beside its kernels, as data and logging. cores: where ranks compute on the host itself, so many
     at once as if each were alone; seconds of kernels are then those of all ranks of a node at once. 0: each has a device.
+    memory_bytes, disk_bytes_per_s: of a node, whose ranks share them; 0: nobody says.
     """
 
     bytes_per_s: float = 5e10
     adam_params_per_s: float = 1e9
     step_s: float = 0.0
     cores: float = 0.0
+    memory_bytes: float = 0.0
+    disk_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

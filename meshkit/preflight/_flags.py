@@ -6,7 +6,7 @@ from collections import Counter
 
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.shardings import shardings_of
-from meshkit.strategy import Strategy
+from meshkit.strategy import ActivationOffload, Strategy
 
 
 def flags_of(strategy: Strategy) -> str:
@@ -25,6 +25,11 @@ def flags_of(strategy: Strategy) -> str:
     if mesh.tp > 1:
         parts.append("--sequence" if strategy.sequence else "--no-sequence")
     parts.append(f"--recompute {getattr(recompute, 'mode', recompute)}")
+    if (offload := strategy.memory.offload) is not None:
+        parts.append(f"--offload {offload.to}")
+        plain = ActivationOffload(to=offload.to)
+        changed = [f"{key} {value}" for key, value in vars(offload).items() if value != getattr(plain, key)]
+        parts += [f"({', '.join(changed)})"] if changed else []
     if strategy.memory.optimizer.offload is not None:
         parts.append("--optimizer-offload")
     if mesh.cp > 1:

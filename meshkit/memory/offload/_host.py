@@ -19,6 +19,7 @@ SLAB_BYTES = 64 << 20
 
 
 def round_up(nbytes: int, multiple: int = PAGE) -> int:
+    """Bytes that a piece takes of the host or the disk: whole pages."""
     return -(-nbytes // multiple) * multiple
 
 

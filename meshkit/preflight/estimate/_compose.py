@@ -16,16 +16,19 @@ from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.shardings import hierarchical_ranks, hops_between, ranks_between
 from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight._moved import traced_offload
 from meshkit.preflight._thin import alike_blocks, kinds_of_blocks
 from meshkit.preflight.estimate._composed import Composed, ComposedRank
 from meshkit.preflight.estimate._estimate import CUDA_GRANULE, Kernels, estimate
+from meshkit.preflight.estimate._exactness import not_composed, within
 from meshkit.preflight.estimate._fsdp import Buffers
+from meshkit.preflight.estimate._moving import Moved, Moving, in_memory, most_stored, moved_of, waiting_of
 from meshkit.preflight.estimate._parts import Parts, parts_of, units_around
 from meshkit.preflight.estimate._replay import Swing, Treated, replay
 from meshkit.preflight.estimate._step_trace import StepTrace, trace_step
 from meshkit.preflight.estimate._template import Item, Template, Unlike, chunk_of, template
 from meshkit.preflight.estimate._timeline import Timeline, device_bytes
-from meshkit.preflight.estimate._tracker import GROUPS
+from meshkit.preflight.estimate._tracker import GROUPS, HOST
 from meshkit.preflight.estimate._units import UnitBytes, unit_bytes
 from meshkit.preflight.estimate._walk import Crossing, Rank, Walk
 from meshkit.preflight.explain import LocalParam
@@ -51,6 +54,10 @@ class _Traced:
         """Chunks of blocks."""
         rows = (*self.template.blocks.values(), *self.template.blocks_backward.values())
         return frozenset(item.index for items in rows for item in items)
+
+    @cached_property
+    def moved(self) -> dict[str, Moved]:
+        return moved_of(self.template)
 
     def replayed(self, item: Item, treated: Treated, stays: frozenset[int] = frozenset()) -> tuple[Swing, Swing | None]:
         key = item.index, treated, stays
@@ -95,7 +102,9 @@ class MemoryProfiles:
     ) -> _Traced:
         """Of one microbatch. Raises: Unlike for a model whose blocks do not run in a row."""
         strategy, kinds, alike = resolved.strategy, self.kinds(resolved), alike_blocks(resolved)
-        memory = replace(strategy.memory, recompute="none", offload=None, optimizer=OptimizerPolicy())
+        memory = replace(
+            strategy.memory, recompute="none", offload=traced_offload(resolved), optimizer=OptimizerPolicy()
+        )
         key: Hashable = (
             id(resolved.program.model),
             inner_mesh(resolved.spec),
@@ -183,7 +192,7 @@ def compose(
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
     Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and 3 % for experts on ranks of
     their own under a row of `DataPolicy`; `Composed.within` says which.
-    Offloaded activations, an optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
+    An optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
     rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result
     says why.
     Raises: as `estimate` does.
@@ -191,7 +200,7 @@ def compose(
     count = microbatches or resolved.strategy.microbatches or 1
     kept = MemoryProfiles() if profiles is None else profiles
     resolved.refuse_tokens(seq_len)
-    why = _not_composed(resolved)
+    why = not_composed(resolved)
     if not why:
         try:
             traced = kept.of(
@@ -218,7 +227,7 @@ def kept_of_blocks(
     Raises: as `compose`.
     """
     resolved.refuse_tokens(seq_len)
-    if _not_composed(resolved):
+    if not_composed(resolved):
         return None
     traced = profiles.of(resolved, rows=rows, seq_len=seq_len, mask=None, loss=loss, kernels=kernels)
     template = traced.template
@@ -248,25 +257,6 @@ def kept_of_blocks(
     return {name: sizes[kind] for name, kind in traced.kinds.items()} | {"": (top, 0, 0)}
 
 
-def _not_composed(resolved: Resolved) -> str:
-    """Why; empty where it is."""
-    memory = resolved.memory
-    if memory.offload is not None and any(each.offload for each in resolved.treatments.values()):
-        return "what is offloaded is fetched ahead of its block"
-    if memory.optimizer != OptimizerPolicy():
-        return "the optimizer's state is not AdamW's in fp32"
-    if memory.precision is not None and memory.precision.fp8 is not None:
-        return "fp8 keeps casts of weights"
-    if resolved.strategy.data.gather is not None or resolved.strategy.data.reduce is not None:
-        return "quantized wires have buffers of their own"
-    cut = resolved.cut
-    if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
-        return "a tied parameter of two stages of one rank gets gradients in I and in W"
-    if cut is not None and not all(cut.stages.blocks):
-        return "a stage has no blocks, so that what moves at its edges is all that it holds"
-    return ""
-
-
 def _compose(
     resolved: Resolved,
     profiles: MemoryProfiles,
@@ -289,7 +279,7 @@ def _compose(
         )
     ranks = []
     for pp_rank in range(spec.pp):
-        walk = _walk(resolved, traced, pp_rank, granule)
+        walk = _walk(resolved, traced, pp_rank, granule, late=kernels == "cuda")
         live = 1
         if checked is None:
             walk.microbatches(microbatches)
@@ -298,26 +288,26 @@ def _compose(
             live = checked.peak_live[pp_rank]
         totals, where, owner = walk.timeline.peak()
         kind = traced.kinds.get(owner, owner)
+        stored = {
+            stage: sum(each.stored_bytes for _, kind in blocks if (each := traced.moved.get(kind)) is not None)
+            for stage, blocks in walk.rank.stages.items()
+        }
+        away = most_stored(None if checked is None else checked.schedule, pp_rank, stored)
         ranks.append(
             ComposedRank(
                 pp_rank=pp_rank,
                 peak_bytes=device_bytes(totals),
                 where=where.replace(kind, owner) if kind else where,
-                at_peak=dict(zip(GROUPS, totals, strict=True)),
+                at_peak=dict(zip(GROUPS, totals, strict=True)) | {GROUPS[HOST]: away},
                 live=live,
+                offloaded_bytes=away,
+                host_bytes=in_memory(resolved, away),
             )
         )
-    return Composed(spec=spec, ranks=tuple(ranks), source="composed", within=_within(resolved))
+    return Composed(spec=spec, ranks=tuple(ranks), source="composed", within=within(resolved))
 
 
-def _within(resolved: Resolved) -> float:
-    if resolved.strategy.data.shards and resolved.experts and in_expert_view(resolved.spec):
-        return 0.03  # what experts hold between two hops is counted at the same time as what their block does
-    # Products that wait for W hold inputs which collectives of tp make; the trace, where nothing waits, shows some of them.
-    return 0.015 if resolved.splits_backward and resolved.spec.tp > 1 else 0.005
-
-
-def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Walk:
+def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int, *, late: bool) -> Walk:
     spec, cut, parts, kinds = resolved.spec, resolved.cut, traced.parts, traced.kinds
     precision, row = resolved.memory.precision, resolved.shardings
     sharded = spec.dp_replicate * spec.dp_shard * spec.cp > 1 or precision is not None
@@ -394,7 +384,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
     totals = [0] * len(GROUPS)
     totals[PARAMETERS] = buffers + sum(each.params for each in (*units.values(), *plain))
     totals[MOMENTS] = sum(each.moments for each in (*units.values(), *plain))
-    timeline = Timeline(tuple(totals))
+    timeline, split = Timeline(tuple(totals)), _split(resolved, parts)
     kept = kept_units(blocks, [name for name in resolved.units_of(pp_rank) if name in units], resolved.head)
     kept |= {inner for name in kept for inner in experts_of.get(name, ())}
     ahead: dict[str, list[str]] = {}
@@ -418,7 +408,7 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             only_hidden=cut is None or cut.width is not None,
             widened=_widened(resolved),
             second=frozenset() if cut is None or cut.copied else frozenset(name for name, _ in cut.tied),
-            split=_split(resolved, parts),
+            split=split,
         ),
         template=traced.template,
         replayed=traced.replayed,
@@ -432,6 +422,13 @@ def _walk(resolved: Resolved, traced: _Traced, pp_rank: int, granule: int) -> Wa
             ahead=ahead,
             behind=behind,
             idle=not idle.isdisjoint(units),
+        ),
+        moving=Moving(
+            timeline=timeline,
+            moved=traced.moved,
+            waiting=waiting_of(traced.template, traced.moved, split),
+            ahead=1 if resolved.memory.offload is None else resolved.memory.offload.ahead,
+            late=late,
         ),
     )
 
@@ -471,6 +468,13 @@ def _by_estimate(
             loss=loss,
         )
         ranks.append(
-            ComposedRank(pp_rank=pp_rank, peak_bytes=found.peak_bytes, where=found.where, at_peak=found.at_peak)
+            ComposedRank(
+                pp_rank=pp_rank,
+                peak_bytes=found.peak_bytes,
+                where=found.where,
+                at_peak=found.at_peak,
+                offloaded_bytes=found.offloaded_bytes,
+                host_bytes=found.host_bytes - found.offloaded_bytes + in_memory(resolved, found.offloaded_bytes),
+            )
         )
     return Composed(spec=resolved.spec, ranks=tuple(ranks), source="traced", why=why, within=0.0)

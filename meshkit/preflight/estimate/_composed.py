@@ -17,6 +17,8 @@ class ComposedRank:
 
     where: the part of the step that runs at the peak. at_peak: bytes then, by group as `Estimate.at_peak` has them; what lies
     on the host is no part of peak_bytes. live: microbatches of stages whose activations it keeps at a time, at most.
+    offloaded_bytes: of activations that wait on the host, or on the disk, at a time, at most. host_bytes: of the host's
+    memory, for them, or what is staged of them, and for states of the optimizer.
     """
 
     pp_rank: int
@@ -24,6 +26,8 @@ class ComposedRank:
     where: str
     at_peak: dict[str, int]
     live: int = 1
+    offloaded_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,16 @@ class Composed:
         return self.peak_bytes <= device_bytes
 
     def __str__(self) -> str:
-        rows = [("rank of pp", "peak", "in the")]
+        offloads = any(rank.offloaded_bytes for rank in self.ranks)
+        rows = [("rank of pp", "peak", "in the", *(["offloaded"] if offloads else []))]
         rows += [
-            (str(rank.pp_rank), format_bytes(rank.peak_bytes), rank.where.removeprefix("the ")) for rank in self.ranks
+            (
+                str(rank.pp_rank),
+                format_bytes(rank.peak_bytes),
+                rank.where.removeprefix("the "),
+                *([format_bytes(rank.offloaded_bytes)] if offloads else []),
+            )
+            for rank in self.ranks
         ]
         axes = format_axes({**self.spec.sizes(), "ep": self.spec.ep, "etp": self.spec.etp}, omit=1) or "one device"
         how = f"{self.source}: {self.why}" if self.why else f"{self.source}, within {self.within:.1%}"

@@ -109,7 +109,13 @@ def estimate(
                 tracked_step(tracker, run, built_optimizer, batch, traced, loss)
         estimated = result(tracker, run, place, kernels=kernels, took_s=time.monotonic() - began)
         kept_bytes = 0 if in_memory is None else in_memory.bytes_of(run, built_optimizer)
-        return replace(estimated, in_memory_bytes=kept_bytes, microbatches=count, traced=traced)
+        return replace(
+            estimated,
+            in_memory_bytes=kept_bytes,
+            offloaded_bytes=0 if run.offload is None else run.offload.last_step.peak_bytes,
+            microbatches=count,
+            traced=traced,
+        )
 
 
 def builder_of(model: nn.Module | Build, strategy: Strategy | None, choices: dict[str, Any], *, verb: str) -> Build:

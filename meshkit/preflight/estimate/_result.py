@@ -20,6 +20,7 @@ class Estimate:
     most: of each group, the most at any moment. at_peak: of each group when the sum was greatest. activations: by module,
     what its forward keeps for one microbatch. points: the step in time, each moment at which something was allocated.
     measured_bytes: the peak of a real run, where `beside` was given it. in_memory_bytes: of the host, for checkpoints there.
+    offloaded_bytes: of activations that wait on the host, or on the disk, at a time, at most.
     reserved_bytes: what the caching allocator holds for these tensors, without the CUDA context and NCCL, see `on`; None for
     kernels of a CPU. outside_bytes: those two, where a cluster was given. traced: how many of the microbatches were run.
     """
@@ -35,6 +36,7 @@ class Estimate:
     took_s: float = 0.0
     measured_bytes: int | None = None
     in_memory_bytes: int = 0
+    offloaded_bytes: int = 0
     reserved_bytes: int | None = None
     outside_bytes: int | None = None
     microbatches: int = 1
@@ -132,6 +134,8 @@ def _groups(estimate: Estimate) -> list[str]:
         rows.append(("CUDA context, NCCL", "", format_bytes(estimate.outside_bytes), ""))
     if estimate.host_bytes:
         rows.append(("on the host", format_bytes(at_peak["on the host"]), format_bytes(estimate.host_bytes), ""))
+    if estimate.offloaded_bytes:
+        rows.append(("activations offloaded", "", format_bytes(estimate.offloaded_bytes), ""))
     if estimate.in_memory_bytes:
         rows.append(("checkpoints there", "", format_bytes(estimate.in_memory_bytes), ""))
     if estimate.measured_bytes is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from meshkit.core.sharding import local_tensor
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._inner import inner_mesh, inner_strategy
+from meshkit.preflight._moved import watch_offload
 from meshkit.preflight._thin import thin_program
 from meshkit.preflight.estimate._estimate import (
     CUDA_GRANULE,
@@ -68,7 +69,8 @@ class Chunk:
 class StepTrace:
     """grads: storage of a gradient -> its parameter; born: the change that made it; made_of: storages it was computed of.
 
-    hidden: block -> the storage of its input; incoming: that of its output's gradient.
+    hidden: block -> the storage of its input; output: that of its output; incoming: that of its gradient. moved: block ->
+    storages that are offloaded in its forward; fetched: those that they come back to; stored_bytes: what they take elsewhere.
     """
 
     chunks: tuple[Chunk, ...]
@@ -77,6 +79,10 @@ class StepTrace:
     made_of: Mapping[int, tuple[int, ...]]
     hidden: Mapping[str, int]
     incoming: Mapping[str, int]
+    output: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    fetched: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    stored_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def trace_step(
@@ -122,12 +128,21 @@ def trace_step(
             granule=CUDA_GRANULE if kernels == "cuda" else 1,
             inputs=True,
         )
+        watched = watch_offload(run, resolved, tracker.number_of)
         with tracker:
             count_parameters(tracker, run.model)
             with _marks(tracker, run.model, [*run.blocks, *units], marked) as marks:
                 tracker.start(FORWARD_BACKWARD)
                 run.forward_backward(batch, mask=mask, loss=marked, step=1)
-        return _cut(tracker, marks)
+        trace = _cut(tracker, marks)
+        if watched is None:
+            return trace
+        return replace(
+            trace,
+            moved={name: frozenset(each) for name, each in watched.out.items()},
+            fetched={name: frozenset(each) for name, each in watched.back.items()},
+            stored_bytes=watched.pieces,
+        )
 
 
 def _untie(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
@@ -160,6 +175,7 @@ class _Marks:
     at: list[tuple[int, Mark | Accumulated]] = field(default_factory=list)
     hidden: dict[str, int] = field(default_factory=dict)
     incoming: dict[str, int] = field(default_factory=dict)
+    output: dict[str, int] = field(default_factory=dict)
 
     def add(self, edge: Edge, module: str) -> None:
         self.at.append((len(self.tracker.changes), Mark(edge, module)))
@@ -230,6 +246,8 @@ def _marks(tracker: Tracker, model: nn.Module, modules: Sequence[str], loss: _Ma
             value = _trained(out)
             if value is not None:
                 value.register_hook(begins(name))
+                if (number := tracker.number_of(local_tensor(value))) is not None:
+                    marks.output[name] = number
 
         return hook
 
@@ -280,4 +298,4 @@ def _cut(tracker: Tracker, marks: _Marks) -> StepTrace:
     for change in tracker.changes:
         if change.storage in grads:
             born.setdefault(change.storage, change)
-    return StepTrace(tuple(chunks), grads, born, made_of, marks.hidden, marks.incoming)
+    return StepTrace(tuple(chunks), grads, born, made_of, marks.hidden, marks.incoming, marks.output)

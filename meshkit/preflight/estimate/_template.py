@@ -57,6 +57,7 @@ def template(trace: StepTrace, blocks: set[str]) -> Template:
     before, forward, after = _around(items[:loss], blocks, "enter", "leave")
     trace = _with_input(trace, forward, after)
     after_backward, backward, before_backward = _around(items[loss:], blocks, "backward", "done")
+    trace = _with_fetched(trace, backward)
     if set(backward) - set(forward):
         raise Unlike("compose: a block of this model runs in backward alone.")
     shared = _freed_in(trace, before, [*forward.values(), *backward.values()])
@@ -92,6 +93,29 @@ def _with_input(trace: StepTrace, forward: Mapping[str, tuple[Item, ...]], after
                 chunks[last] = replace(chunks[last], changes=(*chunks[last].changes, *dropped))
                 kept = tuple(change for change in chunks[item.index].changes if change not in dropped)
                 chunks[item.index] = replace(chunks[item.index], changes=kept)
+    return replace(trace, chunks=tuple(chunks))
+
+
+def _with_fetched(trace: StepTrace, backward: Mapping[str, tuple[Item, ...]]) -> StepTrace:
+    """What a block has fetched and does not use is freed when the next block begins, or not here: that belongs to it too."""
+    if not trace.fetched:
+        return trace
+    chunks = list(trace.chunks)
+    for name, items in backward.items():
+        last, fetched = items[-1].index, trace.fetched.get(name, frozenset())
+        left: dict[int, Change] = {}
+        for index, chunk in enumerate(chunks):
+            for change in chunk.changes:
+                if isinstance(change, Change) and change.storage in fetched:
+                    if change.bytes > 0:
+                        left[change.storage] = change
+                    elif index <= last:
+                        left.pop(change.storage, None)
+            if index > last:
+                kept = tuple(each for each in chunk.changes if getattr(each, "storage", None) not in left)
+                chunks[index] = replace(chunk, changes=kept)
+        freed = tuple(replace(each, bytes=-each.bytes) for each in left.values())
+        chunks[last] = replace(chunks[last], changes=(*chunks[last].changes, *freed))
     return replace(trace, chunks=tuple(chunks))
 
 

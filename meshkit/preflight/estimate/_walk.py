@@ -8,6 +8,7 @@ from typing import Protocol
 
 from meshkit.parallel.pipeline import Schedule, Task
 from meshkit.preflight.estimate._fsdp import Buffers
+from meshkit.preflight.estimate._moving import Moving, Since
 from meshkit.preflight.estimate._replay import Kept, Swing, Treated
 from meshkit.preflight.estimate._template import Item, Template
 from meshkit.preflight.estimate._timeline import Timeline
@@ -58,11 +59,12 @@ class Walk:
     replayed: Replayed
     timeline: Timeline
     buffers: Buffers
+    moving: Moving
     freed: Swing = field(init=False)
     _waiting: dict[tuple[int, int], list[tuple[Item, str]]] = field(default_factory=dict)
     _sent: dict[tuple[int, int], int] = field(default_factory=dict)
     _stepped: set[tuple[str, int]] = field(default_factory=set)  # (kind of row, stage) that ran before
-    _again: dict[tuple[str, int], tuple[Swing, str, list[tuple[Item, str]]]] = field(default_factory=dict)
+    _again: dict[object, tuple[Swing, str, list[tuple[Item, str]], Since]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.freed = self.template.shares.undone
@@ -82,6 +84,7 @@ class Walk:
         fresh = first or self.rank.shardings.reduces_every_microbatch
         treated = self._treated(fresh=fresh, own=first, reduces=reduces)
         self.buffers.begin(last=last)
+        self.moving.begin((0, 0 if first else 2 if last else 1))
         self._forward(0, treated)
         self._backward(
             0, treated, reduces=reduces, frees=last or self.rank.shardings.frees_parameters, last=last, added=not fresh
@@ -112,16 +115,20 @@ class Walk:
             self._items(template.before, treated)
         elif self.rank.only_hidden:
             self.timeline.swing(template.shares, "")  # each stage makes its own
-        for name, kind in self.rank.stages[stage]:
-            inner = self.rank.experts_of.get(name, ())
+        for at, (name, kind) in enumerate(self.rank.stages[stage]):
+            inner, received = self.rank.experts_of.get(name, ()), stage > 0 and not at
+            stays = self.moving.enter(kind, received=received)
             for unit in (name, *inner):
                 self.buffers.enter(unit)
-            self._chunks(template.blocks[kind], treated, name)
+            self._chunks(template.blocks[kind], treated, name, stays)
             for unit in (name, *inner):
                 self.buffers.leave(unit)
+            self.moving.leave(name, kind, received=received)
         if stage == self.rank.count - 1:
             # What the forward made before its blocks is of another stage.
-            self._items(template.after, treated, stays=template.locals if stage else frozenset())
+            self._items(
+                template.after, treated, stays=self.moving.leaving | (template.locals if stage else frozenset())
+            )
         else:
             self.buffers.leave("")
             if stage == 0:
@@ -149,12 +156,16 @@ class Walk:
             later += self._items(template.after_backward, treated, done)
         else:
             self.buffers.backward("")
-        for name, kind in reversed(self.rank.stages[stage]):
+        blocks = self.rank.stages[stage]
+        for at, (name, kind) in reversed(tuple(enumerate(blocks))):
             inner = self.rank.experts_of.get(name, ())
             for unit in (name, *inner):
                 self.buffers.backward(unit)
             stays = self._of_runtime(stage, name, kind, holds=holds, splits=bool(treated.split))
+            stays |= self.moving.backward(blocks, at, splits=bool(treated.split))
             later += self._chunks(template.blocks_backward.get(kind, ()), treated, name, stays)
+            if stage and not at and not treated.split:  # else it is held until W
+                self.moving.done(name, kind)
             for unit in (*inner, name):
                 done(unit)
         if stage == 0 or self.rank.only_hidden:
@@ -284,11 +295,14 @@ class Walk:
     def _repeated(self, task: Task, key: tuple[int, int], *, holds: bool) -> list[tuple[Item, str]]:
         """Run the task. From the second of its kind in a stage on, all are alike: parameters and gradients are there."""
         kind = task.op, task.stage
-        if kind in self._again:
-            swing, owner, later = self._again[kind]
+        self.moving.begin(key)
+        state = kind, self.moving.state
+        if state in self._again:
+            swing, owner, later, moved = self._again[state]
             self.timeline.swing(swing, owner)
+            self.moving.go_on(moved)
             return later
-        start = len(self.timeline.row)
+        start, mark = len(self.timeline.row), self.moving.mark
         fresh = self._stepped.isdisjoint((op, task.stage) for op in _FILLS[task.op])
         self._stepped.add(kind)
         treated = self._treated(fresh=fresh, own=fresh, reduces=False, splits=task.op in ("I", "W"))
@@ -304,8 +318,9 @@ class Walk:
                 waits = self.replayed(item, treated)[1]
                 if waits is not None:
                     self.timeline.swing(waits, owner)
+            self.moving.waited()
         if not fresh:
-            self._again[kind] = (*self.timeline.folded(start), later)
+            self._again[state] = (*self.timeline.folded(start), later, self.moving.since(mark))
         return later
 
 

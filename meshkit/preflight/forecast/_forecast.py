@@ -13,6 +13,7 @@ from meshkit.mask import Mask
 from meshkit.mesh import MeshSpec
 from meshkit.preflight._arguments import spec_of
 from meshkit.preflight._inner import inner_mesh
+from meshkit.preflight._moved import traced_offload
 from meshkit.preflight._thin import alike_blocks
 from meshkit.preflight.estimate import Kernels
 from meshkit.preflight.forecast._batch import Batch
@@ -69,7 +70,7 @@ class Profiles:
                     resolved.plan,
                     strategy.context,
                     strategy.experts,
-                    strategy.memory,
+                    replace(strategy.memory, offload=traced_offload(resolved)),
                     strategy.compile,
                 )
             ),
@@ -108,8 +109,9 @@ def forecast(
     `Cluster`, the name of a datasheet, or a file. batch: of the whole job; default one sequence of 4,096 tokens for every
     microbatch of every data rank. spec: default, the strategy's mesh. mask: who sees whom, as `explain` takes it. profiles:
     kept between calls.
-    What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Not priced: offload of
-    activations, which the forecast then says, the overlap of FB rows of dualpipe-v, stragglers beyond `faults.jitter`.
+    What is computed is traced from the model, on fake tensors; what is sent is what `explain` says. Activations that are
+    offloaded are copied beside blocks. Not priced: the overlap of FB rows of dualpipe-v, stragglers beyond `faults.jitter`;
+    and what `Forecast.unpriced` says.
     Raises: as `parallelize` does, with the same texts; ClusterError for a mesh or a dtype that the cluster has not.
     """
     chosen = Strategy.of(strategy, choices)

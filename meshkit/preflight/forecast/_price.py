@@ -17,8 +17,10 @@ from meshkit.cluster import Cluster, Op, collective_s, hierarchical_s, kernel_s,
 from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule, Simulation, Times, simulate
 from meshkit.preflight.explain import Hierarchical
+from meshkit.preflight.forecast._copies import coming_exposed_s, copy_bytes_per_s, leaving_exposed_s
 from meshkit.preflight.forecast._profile import Call, Part, StepProfile
 from meshkit.preflight.forecast._update import Update
+from meshkit.strategy import ActivationOffload
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 ALIKE = 3  # where host and device take as long, a step takes 2 ** (1 / 3) times that: fitted to published runs
@@ -130,10 +132,19 @@ class StageSeconds:
         return fsum(self.ledgers[phase].values())
 
 
-def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, update: Update) -> StageSeconds:
+def stage_seconds(
+    parts: Sequence[Part],
+    microbatches: int,
+    prices: Prices,
+    update: Update,
+    offload: ActivationOffload | None = None,
+    *,
+    splits: bool = False,
+) -> StageSeconds:
     """Gathers and reductions of every microbatch are in its ledgers, those of once a step, and the optimizer, in `once`.
 
-    microbatches: that pass the stage; where none does, it does nothing.
+    microbatches: that pass the stage; where none does, it does nothing. splits: whether weights' gradients have rows of their
+    own, beside which nothing comes back.
     """
     cluster = prices.cluster
     priced = [prices.part(part) for part in parts]
@@ -151,6 +162,10 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, upda
                     ledgers[phase][axis] = ledgers[phase].get(axis, 0.0) + seconds
                 else:
                     once[axis] += seconds
+    if offload is not None:
+        of_inputs = [each.seconds(BACKWARD) for each in priced]
+        for phase, seconds in _copies(parts, forward, of_inputs if splits else backward, offload, prices).items():
+            ledgers[phase]["offload"] = seconds
     rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
     copied = fsum(part.copied_bytes for part in parts)
     added = fsum(3 * part.grad_bytes for part in parts) * (microbatches - 1)
@@ -162,6 +177,25 @@ def stage_seconds(parts: Sequence[Part], microbatches: int, prices: Prices, upda
         step_s=microbatches * fsum([*forward, *backward]),
     )
     return StageSeconds(ledgers, dict(once) if microbatches else {})
+
+
+def _copies(
+    parts: Sequence[Part],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    offload: ActivationOffload,
+    prices: Prices,
+) -> Ledger:
+    """Seconds by phase that a microbatch waits for its activations to leave, and to come back."""
+    rate = copy_bytes_per_s(offload, prices.cluster, prices.spec)
+    blocks = [at for at, part in enumerate(parts) if part.is_block]
+    copies = [parts[at].profile.moved_bytes / rate for at in blocks]
+    if prices.cluster.device.kernels == "cpu":  # the host that computes also copies
+        return {FORWARD: fsum(copies), BACKWARD: fsum(copies)}
+    return {
+        FORWARD: leaving_exposed_s([forward[at] for at in blocks], copies),
+        BACKWARD: coming_exposed_s([backward[at] for at in blocks], copies, offload.ahead),
+    }
 
 
 def launch_s(cluster: Cluster, launches: int, busy_s: float) -> float:
@@ -228,12 +262,13 @@ def price(profile: StepProfile, cluster: Cluster) -> Priced:
     """Seconds of one optimizer step on the cluster. Pure: the same profile has a price on every cluster."""
     prices = Prices(cluster, profile.spec)
     of_stage = _prices_of_stages(profile, cluster, prices)
+    offload, splits = profile.offload, profile.schedule is not None and profile.schedule.splits_backward
     known: dict[tuple[int, int, int], StageSeconds] = {}  # stages that are alike are one object
     stages: list[StageSeconds] = []
     for parts, passing, its in zip(profile.stages, profile.passing, of_stage, strict=True):
         key = id(parts), passing, id(its)
         if key not in known:
-            known[key] = stage_seconds(parts, passing, its, profile.update)
+            known[key] = stage_seconds(parts, passing, its, profile.update, offload, splits=splits)
         stages.append(known[key])
     tail = _sum([_by_axis(profile.once, prices)])
     if profile.schedule is None:

@@ -12,6 +12,7 @@ from meshkit.mesh import MeshSpec
 from meshkit.parallel.pipeline import Schedule
 from meshkit.preflight.explain import Hierarchical
 from meshkit.preflight.forecast._update import FUSED, Update
+from meshkit.strategy import ActivationOffload
 
 Ops = tuple[tuple[Op, int], ...]
 """operators with how often each runs"""
@@ -21,11 +22,13 @@ Ops = tuple[tuple[Op, int], ...]
 class Profile:
     """The operators of one microbatch through one part of a model on one rank: a block, or a module around the blocks.
 
-    launches: kernels by phase; of compiled blocks those that are left after fusion.
+    launches: kernels by phase; of compiled blocks those that are left after fusion. moved_bytes: of its activations that
+    leave the device in forward and come back in backward.
     """
 
     ops: Ops
     launches: Mapping[str, int]
+    moved_bytes: int = 0
 
     @staticmethod
     def of(ops: Iterable[Op], launches: Counter[str]) -> Profile:
@@ -101,7 +104,7 @@ class StepProfile:
     stages: the parts of each pipeline stage, in the order of their calls; one without pp. schedule: the pipeline's table;
     None without pp. crossing: bytes between a stage and the next, forward and backward. once: what a step sends beside its
     microbatches. flops: of the step over all ranks, as papers count them, attention's whole square. update: the optimizer's.
-    unpriced: what the step does besides, and no number here counts.
+    offload: of activations. unpriced: what the step does besides, and no number here counts.
     """
 
     spec: MeshSpec
@@ -114,6 +117,7 @@ class StepProfile:
     crossing: tuple[tuple[int, int], ...]
     once: tuple[Call, ...]
     update: Update = FUSED
+    offload: ActivationOffload | None = None
     unpriced: tuple[str, ...] = ()
 
     @property

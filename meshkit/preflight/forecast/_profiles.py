@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._inner import inner_mesh, inner_strategy
+from meshkit.preflight._moved import watch_offload
 from meshkit.preflight._thin import kinds_of_blocks, thin_program
 from meshkit.preflight.estimate import Kernels, fake_mesh
 from meshkit.preflight.forecast._profile import ModelProfile, Profile
@@ -46,11 +48,15 @@ def profile_model(
         # A model that knows its blocks by their numbers, or a plan that does, needs all of them.
         kinds = {name: name for name in kinds}
         traced = _traced(kinds, resolved, rows, seq_len, mask, loss, kernels)
-    profiles, called = traced
+    profiles, called, moved = traced
+    of_kinds = {
+        kind: replace(profiles.get(kind, NOTHING), moved_bytes=moved.get(kind, 0))
+        for kind in dict.fromkeys(kinds.values())
+    }
     around = [name for name in dict.fromkeys(called) if name not in kinds]
     first = next((at for at, name in enumerate(called) if name in kinds), 0)
     return ModelProfile(
-        blocks={name: profiles.get(kind, NOTHING) for name, kind in kinds.items()},
+        blocks={name: of_kinds[kind] for name, kind in kinds.items()},
         around={name: profiles[name] for name in (*around, "") if name in profiles},
         before=tuple(dict.fromkeys(called[:first])),
     )
@@ -64,7 +70,8 @@ def _traced(
     mask: Mask | Sequence[Mask] | None,
     loss: Loss,
     kernels: Kernels,
-) -> tuple[dict[str, Profile], list[str]]:
+) -> tuple[dict[str, Profile], list[str], Mapping[str, int]]:
+    """(profiles by owner, modules in the order of their calls, bytes that each block moves off the device)."""
     spec, blocks = inner_mesh(resolved.spec), set(kinds.values())
     strategy = inner_strategy(resolved, spec, blocks)
     casts = resolved.memory.precision is not None and strategy.memory.precision is None
@@ -82,7 +89,11 @@ def _traced(
         run.model.zero_grad()  # or gradients would be added to those of the first
         with OpTrace(run.model, owners, fused=fused) as trace:
             run.forward_backward(batch, mask=mask, loss=loss, step=1)
-    return trace.profiles(), trace.called
+        # Only now: what was fetched would be read as something else than what a fused kernel has written.
+        watched = watch_offload(run, resolved)
+        if watched is not None:
+            run.forward_backward(batch, mask=mask, loss=loss, step=2)
+    return trace.profiles(), trace.called, {} if watched is None else watched.bytes
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:

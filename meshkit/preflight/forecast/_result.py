@@ -12,7 +12,7 @@ from meshkit.preflight.forecast._price import KERNELS, Ledger, Priced, Prices, p
 from meshkit.preflight.forecast._profile import StepProfile
 
 BAR = 30
-_COMPUTING = (*KERNELS, "launch", "host", "jitter", "shared cores")
+_COMPUTING = (*KERNELS, "launch", "host", "jitter", "shared cores", "offload")
 LEVELS = {
     "datasheet": "from a datasheet; docs/accuracy.md has the errors on published runs",
     "measured": "from measure-cluster on this machine; docs/accuracy.md has the errors on runs there",
@@ -63,6 +63,14 @@ class Forecast:
         return self.ranks * device.joules(self.seconds, self.priced.busy_s) if device.power else None
 
     @property
+    def unpriced(self) -> tuple[str, ...]:
+        """What the step does besides, and no number here counts."""
+        offload, host = self.profile.offload, self.cluster.host
+        of_disk = offload is not None and offload.to == "disk" and not host.disk_bytes_per_s
+        disk = ("the disk, of which the cluster says no host.disk_bytes_per_s",) if of_disk else ()
+        return (*self.profile.unpriced, *disk)
+
+    @property
     def told(self) -> Told:
         """As a rank measures a step, and as a file keeps it."""
         by_axis: defaultdict[str, float] = defaultdict(float)
@@ -102,8 +110,8 @@ class Forecast:
             "",
             f"{self.cluster.level}: {LEVELS[self.cluster.level]}",
         ]
-        if self.profile.unpriced:
-            lines.append(f"not priced: {', '.join(self.profile.unpriced)}; the step takes longer")
+        if self.unpriced:
+            lines.append(f"not priced: {', '.join(self.unpriced)}; the step takes longer")
         if self.measured_s is not None:
             off = self.seconds / self.measured_s - 1
             lines.append(f"measured {self.measured_s:.4g} s: the forecast is {off:+.1%} off")

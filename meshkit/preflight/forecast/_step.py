@@ -8,6 +8,7 @@ from meshkit.mask import Mask
 from meshkit.parallel.expert import in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.shardings import ranks_between
+from meshkit.preflight._moved import traced_offload
 from meshkit.preflight.explain import Hierarchical, Sent, explain_microbatch, explain_step
 from meshkit.preflight.forecast._profile import Call, ModelProfile, Part, Profile, StepProfile
 from meshkit.preflight.forecast._update import Update
@@ -63,6 +64,7 @@ def step_profile(
         crossing=() if cut is None else _crossing(resolved, cut, rows, seq_len, microbatches),
         once=tuple(once),
         update=Update.of(resolved.memory.optimizer, stages=cut is not None),
+        offload=None if traced_offload(resolved) is None else resolved.memory.offload,
         unpriced=_unpriced(resolved),
     )
 
@@ -70,7 +72,6 @@ def step_profile(
 def _unpriced(resolved: Resolved) -> tuple[str, ...]:
     data = resolved.strategy.data
     doings = {
-        "offload of activations": resolved.memory.offload is not None,
         "quantizing of what travels on wires of few bits": data.gather is not None or data.reduce is not None,
     }
     return tuple(doing for doing, done in doings.items() if done)

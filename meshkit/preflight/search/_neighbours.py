@@ -69,6 +69,11 @@ def _changed(
         if memory != best.memory:
             where = "the host" if offload else "the device"
             changed.append((f"optimizer on {where}", replace(best, memory=memory)))
+    for activations in space.activations:
+        if activations != best.memory.offload:
+            where = "the device" if activations is None else "a disk" if activations.to == "disk" else "the host"
+            memory = replace(best.memory, offload=activations)
+            changed.append((f"activations on {where}", replace(best, memory=memory)))
     for scheme in space.scheme if spec.cp > 1 else ():
         if scheme != best.context.scheme:
             changed.append((f"scheme={scheme}", replace(best, context=replace(best.context, scheme=scheme))))

@@ -46,6 +46,7 @@ from meshkit.preflight.search._bounds import (
     alive_of,
 )
 from meshkit.preflight.search._goal import Goal, cost
+from meshkit.preflight.search._host import fits_host
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of
 from meshkit.resolve import Resolved, resolve_alike
@@ -134,6 +135,11 @@ class Pricing:
             )
         return self._peaks[key]
 
+    def fits(self, strategy: Strategy, device_bytes: int | None) -> bool:
+        """On the device, and on the hosts of nodes."""
+        peak = self.peak(strategy)
+        return (device_bytes is None or peak.peak_bytes <= device_bytes) and fits_host(peak, self.cluster)
+
     def _program(self, strategy: Strategy) -> Program:
         """With cp the model is read with the positions of each rank's tokens, else for all sizes of tp once."""
         return self.program if strategy.mesh_for().cp > 1 else self._read_once
@@ -188,7 +194,7 @@ class Pricing:
 
     def task_of_whole(self, strategy: Strategy, rows: int, ep: int) -> Task:
         """The bytes of a rank that splits nothing."""
-        return Task(("kept", ("whole", recompute_of(strategy), rows, ep)), "kept_whole", (strategy, rows, ep))
+        return Task(("kept", self._key_of_whole(strategy, rows, ep)), "kept_whole", (strategy, rows, ep))
 
     def tasks_of(self, strategy: Strategy, rows: int, *, kept: bool) -> list[Task]:
         """Seconds of its microbatch of so many rows, and with `kept` its bytes, as far as they are not known."""
@@ -206,7 +212,7 @@ class Pricing:
         """What an operator of one microbatch depends on beside its rows."""
         spec = strategy.mesh_for()
         inner = spec.cp, spec.tp, spec.ep, spec.etp
-        return inner, strategy.sequence, recompute_of(strategy), strategy.context.scheme
+        return inner, strategy.sequence, recompute_of(strategy), strategy.memory.offload, strategy.context.scheme
 
     def is_traced(self, strategy: Strategy) -> bool:
         """Seconds and bytes of its microbatch, so that its price takes milliseconds."""
@@ -251,7 +257,7 @@ class Pricing:
     def _computed(self, strategy: Strategy, rows: int, ep: int) -> ModelProfile:
         key = "whole", recompute_of(strategy), rows, ep
         if not self._is_known("traced", key):
-            self._traced[key] = self._trace(self.resolved(self._whole(strategy, ep)), rows)
+            self._traced[key] = self._trace(self.resolved(self._whole(_resident(strategy), ep)), rows)
         return self._traced[key][1]
 
     def _trace(self, resolved: Resolved, rows: int) -> tuple[Treatments, ModelProfile]:
@@ -300,6 +306,7 @@ class Pricing:
 
     def _thin(self, strategy: Strategy, ep: int) -> tuple[Mapping[str, str], Resolved]:
         """(block -> the first that is like it, the strategy for a model of those). Each is treated as in the whole."""
+        strategy = _resident(strategy)
         one = self.resolved(self._whole(strategy, ep))
         kinds = self.memory.kinds(one)
         program = thin_program(one, kinds, "sent", lambda model: None)
@@ -396,7 +403,7 @@ class Pricing:
                 memory=replace(strategy.memory, recompute="none"),
             )
             try:
-                self._cuts[key] = None if spec.pp == 1 else self.resolved(plain).cut
+                self._cuts[key] = None if spec.pp == 1 else self.resolved(_resident(plain)).cut
             except MeshkitError as error:
                 self._cuts[key] = error.with_traceback(None)
         return self._cuts[key]
@@ -441,7 +448,7 @@ class Pricing:
         key = spec.tp, spec.ep, spec.etp
         if key not in self._elements:
             try:
-                one = replace(self._alone(strategy), mesh=MeshSpec(), sequence=False)
+                one = replace(self._alone(_resident(strategy)), mesh=MeshSpec(), sequence=False)
                 self._elements[key] = Elements.of(self.resolved(one), spec)
             except MeshkitError:
                 self._elements[key] = None
@@ -449,7 +456,10 @@ class Pricing:
 
     def kept_whole(self, strategy: Strategy, rows: int, ep: int) -> Kept | None:
         """What `kept` returns, on a rank that splits nothing."""
-        return self._kept_of(("whole", recompute_of(strategy), rows, ep), lambda: self._whole(strategy, ep), rows)
+        return self._kept_of(self._key_of_whole(strategy, rows, ep), lambda: self._whole(strategy, ep), rows)
+
+    def _key_of_whole(self, strategy: Strategy, rows: int, ep: int) -> Hashable:
+        return "whole", recompute_of(strategy), strategy.memory.offload, rows, ep
 
     def kept(self, strategy: Strategy, rows: int) -> Kept | None:
         """Of one microbatch of so many rows, for each block: bytes kept from its forward to its backward, those of them that
@@ -472,6 +482,16 @@ class Pricing:
             except MeshkitError:
                 self._kept[key] = None
         return self._kept[key]
+
+
+def _resident(strategy: Strategy) -> Strategy:
+    """With activations on the device: what they are computed and sent in is the same, and no block refuses it."""
+    if strategy.memory.offload is None:
+        return strategy
+    overrides = {
+        name: replace(each, offload=None) for name, each in strategy.overrides.items() if each.recompute is not None
+    }
+    return replace(strategy, memory=replace(strategy.memory, offload=None), overrides=overrides)
 
 
 def recompute_of(strategy: Strategy) -> str:

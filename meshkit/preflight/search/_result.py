@@ -11,6 +11,7 @@ from meshkit.preflight._flags import flags_of
 from meshkit.preflight._format import format_bytes, table_lines
 from meshkit.preflight.estimate import Composed
 from meshkit.preflight.forecast import Forecast
+from meshkit.preflight.search._host import fits_host, node_bytes
 from meshkit.strategy import Strategy
 
 SHOWN = 2  # lines of a ledger that a neighbour's line names
@@ -38,7 +39,9 @@ class Tried:
         return self.forecast.ranks
 
     def fits(self, device_bytes: int | None) -> bool:
-        return device_bytes is None or self.peak_bytes <= device_bytes
+        """On the device, and on the host of a node where the cluster says how much that has."""
+        fits = device_bytes is None or self.peak_bytes <= device_bytes
+        return fits and fits_host(self.memory, self.forecast.cluster)
 
     def __str__(self) -> str:
         return f"{self.seconds:.4g} s, {format_bytes(self.peak_bytes)}: {flags_of(self.strategy)}"
@@ -110,7 +113,10 @@ class Found:
         else:
             if self.gap:
                 lines.append(f"ended before all was looked at: nothing is better by more than {self.gap:.1%}")
-            lines += ["", str(self.winner.forecast), f"peak {format_bytes(self.winner.peak_bytes)}", "", self.flags]
+            away = max(rank.offloaded_bytes for rank in self.winner.memory.ranks)
+            peak = f"peak {format_bytes(self.winner.peak_bytes)}"
+            peak += f", {format_bytes(away)} of activations are offloaded" if away else ""
+            lines += ["", str(self.winner.forecast), peak, "", self.flags]
             if self.neighbours:
                 lines += ["", *map(str, self.neighbours)]
             rows = [("seconds", "peak", "flags")]
@@ -145,7 +151,10 @@ def _beside_seconds(tried: Tried) -> tuple[float, ...]:
 def why_it_loses(best: Tried, other: Tried, device_bytes: int | None) -> str:
     """As "3.1 % slower: tp 2.0 s → 0.9 s, bubble +1.4 s"; or by how much it does not fit, and where."""
     if not other.fits(device_bytes):
-        assert device_bytes is not None
+        if device_bytes is None or other.peak_bytes <= device_bytes:
+            cluster = other.forecast.cluster
+            held, has = node_bytes(other.memory, cluster), int(cluster.host.memory_bytes)
+            return f"does not fit, {format_bytes(held)} of {format_bytes(has)} on the host of a node"
         where = other.memory.where.removeprefix("the ")
         return f"does not fit, {format_bytes(other.peak_bytes)} of {format_bytes(device_bytes)} in the {where}"
     names = dict.fromkeys([*best.forecast.ledger, *other.forecast.ledger])

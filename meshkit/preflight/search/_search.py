@@ -34,6 +34,7 @@ from meshkit.preflight.search._bounds import (
     table_of,
 )
 from meshkit.preflight.search._goal import Goal, least_cost, refuse_goal
+from meshkit.preflight.search._host import refuse_disk
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._pricing import Pricing, recompute_of
@@ -77,7 +78,8 @@ def search(
     likely to be asked for next, so the answer is the same. progress: called with how many were priced, how many are left, and
     the best so far.
     Refusals are `resolve`'s, made with the strategy itself; no strategy is left out for another reason than its bound.
-    Raises: PlanError for no world, a goal that there is not, and processes that cannot be.
+    Raises: PlanError for no world, a goal that there is not, and processes that cannot be; ClusterError for a disk without a
+    rate.
     """
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
@@ -86,6 +88,7 @@ def search(
     Ahead.refuse(processes)
     base = fixed or Strategy()
     asked = (space or Space()).fixed_by(base)
+    refuse_disk(asked, machine)
     limit = None if limit_s is None else time.process_time() + limit_s
     pricing = Pricing(model, machine, batch, loss, goal, processes)
     worlds = divisors(world) if goal == "fewest ranks" else [world]
@@ -164,7 +167,10 @@ class _World:
                 self._rows[each] = max(self._rows.get(each, 0), rows)
             self._most_ep = max(self._most_ep, group.meshes[0].ep)
         if not self.exhaustive:  # what every bound is made of, while this process reads pipelines
-            alike = {(recompute_of(each.first), self.ep(each.first)): each.first for each in groups}
+            alike = {
+                (recompute_of(each.first), each.first.memory.offload, self.ep(each.first)): each.first
+                for each in groups
+            }
             tasks = [self.pricing.task_of_whole(each, self._rows[None], self.ep(each)) for each in alike.values()]
             self.pricing.ahead.ask(tasks, each=len(tasks))
         for group in groups:
@@ -467,7 +473,7 @@ class _World:
 
     def _learnt(self, level: Level, strategy: Strategy) -> Hashable:
         """What bytes depend on beside the mesh and the pipeline."""
-        memory, family = recompute_of(strategy), None
+        memory, family = (recompute_of(strategy), strategy.memory.offload), None
         if level is Level.OWN:
             family = self.pricing.family(strategy)
         return level > Level.WHOLE, family, memory, strategy.memory.optimizer == OptimizerPolicy()
@@ -504,7 +510,7 @@ class _World:
         try:
             peak_bytes = self.pricing.peak(strategy).peak_bytes
             self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
-            fits = self.device_bytes is None or peak_bytes <= self.device_bytes
+            fits = self.pricing.fits(strategy, self.device_bytes)
             self.unfit += not fits
             if fits or self.exhaustive:
                 self.pricing.forecast(strategy)

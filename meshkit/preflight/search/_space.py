@@ -12,7 +12,15 @@ from meshkit.mesh import MeshSpec
 from meshkit.mesh.spec import AXIS_NAMES
 from meshkit.parallel.shardings import shardings_of, spread_of
 from meshkit.preflight.forecast import Batch
-from meshkit.strategy import DataPolicy, OptimizerOffload, OptimizerPolicy, RecomputeMode, Scheme, Strategy
+from meshkit.strategy import (
+    ActivationOffload,
+    DataPolicy,
+    OptimizerOffload,
+    OptimizerPolicy,
+    RecomputeMode,
+    Scheme,
+    Strategy,
+)
 
 LIGHTEST: tuple[RecomputeMode, ...] = ("none", "activation", "selective", "full")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
@@ -33,7 +41,8 @@ class Space:
     everything over as many ranks on a mesh the first is taken. dp_intra: ranks of dp_shard in a node, where a row shards
     over nodes; None: as many as a node of the cluster has. microbatches: None is every divisor of a rank's rows that
     leaves a microbatch at most `rows` of them. offload: whether masters and moments lie on the host, and are updated
-    there (`OptimizerOffload`); such a strategy's peak is traced, which takes seconds. mix: of two modes of recompute also
+    there (`OptimizerOffload`); such a strategy's peak is traced, which takes seconds. activations: policies by which blocks'
+    activations leave the device (`ActivationOffload`), and None, with which they stay. mix: of two modes of recompute also
     both, where memory is looked at, nothing is overridden and the lighter mode does not fit: the first blocks of each
     rank of pp have the heavier, as few as fit. balance: also the partition of blocks that makes the slowest stage as fast
     as can be, beside the one by parameters.
@@ -56,6 +65,7 @@ class Space:
     scheme: tuple[Scheme, ...] = ("all_gather", "ring", "ulysses")
     microbatches: tuple[int, ...] | None = None
     offload: tuple[bool, ...] = (False,)
+    activations: tuple[ActivationOffload | None, ...] = (None,)
     rows: int = 8
     mix: bool = False
     balance: bool = True
@@ -84,6 +94,7 @@ class Space:
             "sequence": (fixed.sequence, plain.sequence),
             "recompute": (fixed.memory.recompute, plain.memory.recompute),
             "microbatches": (fixed.microbatches, plain.microbatches),
+            "activations": (fixed.memory.offload, plain.memory.offload),
         }
         changes |= {name: (given,) for name, (given, default) in chosen.items() if given != default}
         if fixed.memory.optimizer != plain.memory.optimizer:
@@ -184,8 +195,9 @@ class Space:
             ]
             contexts = [replace(fixed.context, scheme=each) for each in self.scheme] if mesh.cp > 1 else [fixed.context]
             memories = [
-                (replace(fixed.memory, recompute=mode, optimizer=optimizer), heavier)
+                (replace(fixed.memory, recompute=mode, offload=activations, optimizer=optimizer), heavier)
                 for optimizer in map(partial(offloaded, fixed.memory.optimizer), self.offload)
+                for activations in self.activations
                 for mode, heavier in modes
             ]
             for data, zero, fitting in self.rows_of(meshes, fixed, node=node):

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -22,7 +22,7 @@ from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._result import Tried
 from meshkit.preflight.search._search import search
 from meshkit.preflight.search._space import Space
-from meshkit.strategy import PipelinePolicy, Scheme, Strategy
+from meshkit.strategy import ActivationOffload, PipelinePolicy, Scheme, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class Search:
     """also two modes of recompute in one model, where the lighter one does not fit"""
     offload: bool = False
     """also strategies that keep masters and moments on the host; their peaks are traced, which takes seconds each"""
+    activations: tuple[Literal["device", "host", "disk"], ...] = ("device",)
+    """where blocks' activations may wait for their backward; of a disk the cluster says host.disk_bytes_per_s"""
     limit_s: float | None = None
     """processor seconds after which the best so far is the answer, and how much better another may be; default: no limit"""
     processes: int | None = None
@@ -124,7 +126,14 @@ def _space(options: Search, strategy: Strategy, given: set[str], mesh: str) -> S
         changes |= {axis: (int(ranks) * nodes,)} if int(ranks) != -1 else {}
         changes |= {"dp_intra": (nodes,)} if inside else {}
     offload = (False, True) if options.offload else Space().offload
-    chosen = Space(cp=options.cp, scheme=options.schemes, schedule=options.schedules, mix=options.mix, offload=offload)
+    chosen = Space(
+        cp=options.cp,
+        scheme=options.schemes,
+        schedule=options.schedules,
+        mix=options.mix,
+        offload=offload,
+        activations=tuple(None if where == "device" else ActivationOffload(to=where) for where in options.activations),
+    )
     return replace(chosen, **changes)
 
 

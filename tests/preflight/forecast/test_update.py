@@ -12,7 +12,6 @@ from meshkit.core.rng import CHUNK
 from meshkit.optim import LowBitAdamW
 from meshkit.preflight.forecast._update import PASSES, Update
 from meshkit.strategy import (
-    ActivationOffload,
     DataPolicy,
     Fp8,
     MemoryPolicy,
@@ -110,7 +109,6 @@ def test_a_forecast_prices_the_optimizer_of_its_strategy_and_says_what_it_does_n
         forecast_with(optimizer=OptimizerPolicy(states=states)).ledger["optimizer"] for states in ("fp32", "8bit")
     )
     assert few > 4 * fused
-    assert "not priced: offload of activations" in str(forecast_with(offload=ActivationOffload()))
     assert "not priced: quantizing of what travels" in str(forecast_with(DataPolicy(reduce="int8")))
     assert "not priced" not in str(forecast_with())
 
