@@ -34,18 +34,9 @@ from meshkit.preflight.forecast import (
 )
 from meshkit.preflight.placement import Placed, best_placed
 from meshkit.preflight.search._ahead import Ahead, Task
-from meshkit.preflight.search._bounds import (
-    Alive,
-    Elements,
-    Gathers,
-    Kept,
-    Microbatch,
-    Seconds,
-    Shares,
-    Stages,
-    alive_of,
-)
+from meshkit.preflight.search._bounds import Gathers, Microbatch, Seconds, Stages
 from meshkit.preflight.search._goal import Goal, cost
+from meshkit.preflight.search._held import Alive, Elements, Kept, Shares, alive_of
 from meshkit.preflight.search._host import fits_host
 from meshkit.preflight.search._result import Tried
 from meshkit.program import Program, ReadingError, example_of

@@ -10,8 +10,8 @@ import meshkit as mk
 from meshkit.errors import ClusterError, PlanError
 from meshkit.preflight.search._host import fits_host, node_bytes
 from meshkit.preflight.search._pricing import Pricing
-from meshkit.preflight.search._search import Level, _World
 from meshkit.preflight.search._space import Group
+from meshkit.preflight.search._world import Level, World
 from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve
@@ -57,7 +57,7 @@ def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed, space, ran
     model = make()
     every = mk.search(model, SLOW, BATCH, world=ranks, space=space, fixed=fixed, exhaustive=True, recheck=False)
     assert sum(map(away, every.tried)) * 2 == len(every.tried) > 0
-    world = _World(Pricing(model, SLOW, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=False)
+    world = World(Pricing(model, SLOW, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=False)
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert each.memory.source == "composed"

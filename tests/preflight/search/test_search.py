@@ -22,8 +22,8 @@ from meshkit.preflight.search._goal import parse_goal
 from meshkit.preflight.search._mix import mixed_recompute
 from meshkit.preflight.search._neighbours import neighbours
 from meshkit.preflight.search._pricing import Pricing
-from meshkit.preflight.search._search import Level, _World
 from meshkit.preflight.search._space import Group
+from meshkit.preflight.search._world import Level, World
 from meshkit.preflight.search.command import Search, _space, command
 from meshkit.program import read_program
 from meshkit.resolve import resolve, resolve_alike
@@ -108,7 +108,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_atten
 def test_bounds_cut_nothing_that_exhaustive_would_choose(make, fixed, space, ranks):
     model = make()
     every = mk.search(model, CLUSTER, BATCH, world=ranks, space=space, fixed=fixed, exhaustive=True)
-    world = _World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=True)
+    world = World(Pricing(model, CLUSTER, BATCH, next_token_loss, "time"), ranks, 1, exhaustive=False, balance=True)
     world.add([Group(each.strategy, (each.strategy.mesh_for(),)) for each in every.tried])
     for each in every.tried:
         assert 0 < world.mean_s(each.strategy, Level.WHOLE) <= each.seconds
@@ -353,7 +353,7 @@ def test_a_mixture_of_recompute_is_the_fastest_that_fits_of_all_numbers_of_block
     for share in (0.01, 0.35, 0.7, 1.0):
         memory = int(least + share * (most - least))
         fastest = min(seconds for seconds, peak, _ in every.values() if peak <= memory)
-        world = _World(pricing, 4, memory, exhaustive=False, balance=False)
+        world = World(pricing, 4, memory, exhaustive=False, balance=False)
         heaviest = every[tuple(map(len, of_rank))][2]
         world.add([Group(each, (plain.mesh_for(),)) for each in (plain, heaviest)])
         for level in (Level.SENT, Level.TABLED, Level.TRACED, Level.OWN):
