@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from meshkit.errors import PlanError
-from meshkit.parallel.pipeline import check
+from meshkit.parallel.pipeline import Schedule, check
+from meshkit.preflight._instants import greatest_instants, stages_of_ranks
 from meshkit.resolve import Resolved
 
 
 def least_microbatches(resolved: Resolved, microbatches: int) -> int:
     """At most `microbatches`.
 
-    Without pp three: the first makes gradients, the last reduces over replicas, and those between are alike. With pp one
-    more than fill every rank of the table, so that a rank is full again while gradients are there.
+    Without pp three: the first makes gradients, the last reduces over replicas, and those between are alike. With pp as many
+    as give every rank of the table the same fullest instants as all.
     """
     if resolved.cut is None:
         return min(3, microbatches)
     generate, ranks = resolved.cut.generate, resolved.spec.pp
-    live = check(generate(ranks, microbatches)).peak_live
-    filled = False
+    wanted = _fullest(check(generate(ranks, microbatches)).schedule)
     for count in range(1, microbatches):
         try:
-            table = check(generate(ranks, count))
+            found = _fullest(check(generate(ranks, count)).schedule)
         except PlanError:
             continue  # a table of one size, or of multiples
-        if filled:
+        if found == wanted:
             return count
-        filled = table.peak_live == live
     return microbatches
+
+
+def _fullest(table: Schedule) -> dict[int, set[tuple[float, ...]]]:
+    """Of each rank."""
+    return {
+        rank: {
+            tuple(each) for each in greatest_instants(table.ranks[rank], stages).reshape(-1, 5 * len(stages)).tolist()
+        }
+        for rank, stages in stages_of_ranks(table).items()
+    }
 
 
 def rows_of(rows: int, microbatches: int, count: int) -> int:

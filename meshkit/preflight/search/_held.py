@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
-from meshkit.parallel.pipeline import Cut, Row, Schedule
+from meshkit.parallel.pipeline import Cut, Schedule
 from meshkit.parallel.shardings import hops_between, ranks_between, shardings_of
+from meshkit.preflight._instants import greatest_instants, stages_of_ranks
 from meshkit.preflight.search._bounds import Array, Microbatch, Stages, table_of
 from meshkit.resolve import Resolved
 from meshkit.strategy import DataPolicy, OptimizerPolicy, Shardings, Strategy
@@ -165,15 +166,11 @@ class Alive:
         ranks: list[int] = []
         stages: list[list[int]] = []
         held: list[Array] = []
-        of_rank: dict[int, list[int]] = {}
-        for stage, rank in enumerate(table.placement):
-            of_rank.setdefault(rank, []).append(stage)
-        for rank, rows in enumerate(table.ranks):
-            place = {stage: at for at, stage in enumerate(of_rank[rank])}
-            found = _greatest(_instants(rows, place))
-            held.append(found.reshape(len(found), len(place), 5))
+        for rank, of_rank in stages_of_ranks(table).items():
+            found = greatest_instants(table.ranks[rank], of_rank)
+            held.append(found)
             ranks += [rank] * len(found)
-            stages += [of_rank[rank]] * len(found)
+            stages += [of_rank] * len(found)
         return Alive(table.world, np.array(ranks), np.array(stages), *np.moveaxis(np.concatenate(held), 2, 0))
 
     def most(self, kept: Array, waits: Array, gathered: Array, summed: Array, running: Array) -> Array:
@@ -209,43 +206,6 @@ class Alive:
             kept = self.kept[self.ranks == rank]
             least[rank] = max(kept.min(1).max(), kept.mean(0).min())
         return least
-
-
-def _instants(rows: Sequence[Row], place: Mapping[int, int]) -> Array:
-    """[instants, stages x (kept, waits, gathered, summed, running)] of a rank: after each row that adds something, and where
-    a backward begins.
-    """
-    now = [0] * (5 * len(place))
-    seen: dict[tuple[int, ...], None] = {}
-    for row in rows:
-        grows = False
-        for op, stage, _ in row.tasks:
-            at = 5 * place[stage]
-            if op in ("B", "I"):
-                seen[(*now[: at + 4], 1, *now[at + 5 :])] = None
-            if op == "F":
-                now[at] += 1
-                grows, now[at + 2] = True, 1
-            elif op == "I":
-                now[at] -= 1
-                now[at + 1] += 1
-                grows = True
-            else:
-                now[at if op == "B" else at + 1] -= 1
-                grows, now[at + 3] = grows or not now[at + 3], 1
-        if grows:
-            seen[tuple(now)] = None
-    return np.array(list(seen), dtype=np.float64)
-
-
-def _greatest(vectors: Array) -> Array:
-    """Those than which no other is at least as large in everything."""
-    order = vectors[np.argsort(-vectors.sum(1), kind="stable")]
-    kept: list[Array] = []
-    for each in order:
-        if not any((other >= each).all() for other in kept):
-            kept.append(each)
-    return np.array(kept)
 
 
 def ranks_of(

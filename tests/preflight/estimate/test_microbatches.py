@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +27,15 @@ PP = mk.strategy.PipelinePolicy
         ("pp=2 dp_shard=2", 8, {"pipeline": PP(schedule="interleaved")}),
         ("pp=2", 9, {"pipeline": PP(schedule="zb-h1")}),
         ("pp=2", 9, {"pipeline": PP(schedule="zbv")}),
+        ("pp=2", 9, {"pipeline": PP(schedule="v-half")}),
+        ("pp=4", 16, {"pipeline": PP(schedule="zbv")}),
+        ("pp=4", 16, {"pipeline": PP(schedule="v-half")}),
     ],
     ids=str,
 )
 def test_fewer_microbatches_have_the_peak_of_all(mesh: str, microbatches: int, choices: dict[str, Any]) -> None:
     with meta_parameters():
-        model = Llama(CONFIG)
+        model = Llama(replace(CONFIG, vocab_size=32, num_hidden_layers=8))  # fullest in its blocks, not in the loss
     step: dict[str, Any] = {"plan": LLAMA_PLAN, "rows": 2 * microbatches + 1, "seq_len": 64, **choices}
     fewer, every = (
         mk.estimate(model, mesh, microbatches=microbatches, every_microbatch=each, **step) for each in (False, True)
