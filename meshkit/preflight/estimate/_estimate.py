@@ -65,8 +65,8 @@ def estimate(
     them. The model is built, parallelized and stepped for real in `fake_world` on tensors without memory: no GPU, seconds,
     about 1 GiB for Llama-3-8B on any number of ranks.
     rows, seq_len: this rank's [rows, seq_len] part of the step's batch; microbatches: gradient accumulation, how many parts
-    it is run in; default: the strategy's, or 1. Of many, the least number is run that has the same peak (with pp one more
-    than fill the pipeline); every_microbatch runs all.
+    it is run in; default: the strategy's, or 1. Of many, the least number is run that has the same peak (with pp as many
+    as give ranks the same fullest instants); every_microbatch runs all.
     world_size: default what `spec` needs. coordinate: the rank's index on each dense axis, default 0; stages differ.
     outer: a policy of local updates: the run is on a replica of the mesh, and the outer state, with a delay what travels
     too, is counted as optimizer state. Not what a meeting needs while it lasts, when there are no activations.
