@@ -91,7 +91,8 @@ class World:
             for each in (self.pricing.family(group.first), None):  # of all families
                 self._rows[each] = max(self._rows.get(each, 0), rows)
             self._most_ep = max(self._most_ep, group.meshes[0].ep)
-        if not self.exhaustive:  # what every bound is made of, while this process reads pipelines
+        if not self.exhaustive and self.device_bytes is not None:
+            # What every bound of bytes is made of, while this process reads pipelines.
             alike = {
                 (recompute_of(each.first), each.first.memory.offload, self.ep(each.first)): each.first
                 for each in groups
@@ -107,8 +108,8 @@ class World:
             self.left += len(group)
 
     def next(self) -> _Node | None:
-        """The least of what waits that may be better than the best. What was put aside waits with the rest once nothing else
-        is left; until something fits, that of the fewest bytes comes alone.
+        """The least of what waits that may be better than the best. What was put aside waits with the rest once something
+        fits; where nothing else is left before, that of the fewest bytes comes alone.
         """
         if self.aside and (self.best is not None or not self.heap):
             if self.best is None:
