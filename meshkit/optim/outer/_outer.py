@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ from meshkit.optim.outer._policy import (
     wire_of,
 )
 from meshkit.optim.outer._refusals import refuse_not_finite, refuse_other_steps
-from meshkit.optim.outer._state import Entry, JoinedState, flat
+from meshkit.optim.outer._saved_policy import policy_text, refuse_other_policy
+from meshkit.optim.outer._state import PREFIX, Entry, JoinedState, flat
 from meshkit.optim.outer._traffic import PeriodTraffic, period_traffic
 from meshkit.optim.outer._update import outer_step
 from meshkit.optim.outer.place import MeetingPlace
@@ -320,12 +321,12 @@ class OuterOptimizer:
         if not means:
             return
         if isinstance(self.policy, LocalSGD):
-            for entry, mean in zip(entries, means, strict=False):
+            for entry, mean in zip(entries, means[: len(entries)], strict=True):
                 local = local_tensor(entry.param)
                 local.copy_(mean.view(local.shape))
             self._written(entries)
         else:
-            for entry, mean in zip(entries, means, strict=False):
+            for entry, mean in zip(entries, means[: len(entries)], strict=True):
                 if plain:
                     flat(entry.parameter).sub_(mean)
                 else:
@@ -442,7 +443,12 @@ class OuterOptimizer:
             "sent": flight.sent,  # of all parameters: a stage may have none of the fragment in flight
             "flying": flight.fragment,
             "tokens": self._tokens[fragment].clone(),  # a load reads into it, and may begin anew before it sets it
+            "policy": policy_text(self.policy),
         }
+
+    def refuse_saved(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Raises: CheckpointError for what another policy has saved. values: of each parameter; before a load."""
+        refuse_other_policy(values, self.policy, prefix=PREFIX)
 
     def _restore(self, entry: Entry, values: dict[str, Any]) -> None:
         """values: of a checkpoint; none, where it is of a run without an outer optimizer: then it begins here."""
