@@ -90,6 +90,7 @@ class Run:
     expert_counts: dict[str, Tensor] = field(default_factory=dict)  # tokens per expert, by router of this rank
     dropped_share: Tensor | None = None  # of the (token, choice) pairs, where experts have a capacity
     valid_tokens: Tensor | None = None  # of all ranks of the mesh
+    tokens_seen: Tensor | float = 0.0  # the same, of all calls of `forward_backward` so far; a new tensor after each
     local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
@@ -242,6 +243,7 @@ class Run:
         if self.offload is not None:
             self.offload.end_step()
         self.local_loss = total
+        self.tokens_seen = self.tokens_seen + self.valid_tokens
         self.expert_counts = step_counts(self.model, reports, self.mesh, sequence=self.resolved.sequence)
         note_counts(self.model, self.expert_counts)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None

@@ -26,7 +26,7 @@ class CameLate(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Sent:
     """What a rank brings to a meeting; it stays as it is until that has ended. payloads, weight, errors: as `Exchange` takes
-    them. key: which meeting of the run it is. last: of those after this step."""
+    them. whole: how many of the payloads, the last ones, travel whole whatever the wire. key: which meeting of the run it is. last: of those after this step."""
 
     payloads: Sequence[Tensor]
     weight: Tensor
@@ -36,6 +36,10 @@ class Sent:
     dtype: torch.dtype
     key: str
     last: bool
+    whole: int = 0
+
+    def layout(self, replicas: int) -> Layout:
+        return Layout(self.sizes, replicas, self.wire, self.dtype, self.whole)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -115,7 +119,7 @@ class MeshAxis:
     def begin(self, sent: Sent) -> Exchange | None:
         if not sum(sent.sizes):
             return None
-        layout = Layout(sent.sizes, self.most, sent.wire, sent.dtype)
+        layout = sent.layout(self.most)
         return Exchange(
             self._mesh[AXIS].get_group(),
             layout,

@@ -115,6 +115,7 @@ class OuterOptimizer:
         self._tokens = [
             torch.zeros((), dtype=torch.float64, device=self.mesh.device) for _ in range(self._fragments)
         ]  # of this replica since the fragment was sent
+        self._seen = run.tokens_seen
         self._taken_at = -1  # the step at which it took the others' state
         self._is_end = False  # and that is what `meet` had made
         for entry in self.entries.values():
@@ -152,11 +153,11 @@ class OuterOptimizer:
     @property
     def period(self) -> PeriodTraffic:
         """What a period sends; `print` shows it."""
-        tensors = {entry.name: entry.param for entry in self.entries.values()} | self._buffers
-        sizes = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
+        sizes = {entry.name: local_tensor(entry.param).numel() for entry in self.entries.values()}
         fragments = {entry.name: entry.fragment for entry in self.entries.values()}
-        fragments |= dict.fromkeys(self._buffers, self._fragments - 1)
-        return period_traffic(self.policy, sizes, fragments, replicas=self.replicas.most, dtype=self._dtype)
+        buffers = [buffer.numel() for buffer in self._buffers_of(self._fragments - 1)]
+        replicas, dtype = self.replicas.most, self._dtype
+        return period_traffic(self.policy, sizes, fragments, buffers=buffers, replicas=replicas, dtype=dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -194,7 +195,8 @@ class OuterOptimizer:
                     'before, or give the policy weights="equal".'
                 )
             for tokens in self._tokens:
-                tokens += self.run.valid_tokens
+                tokens += self.run.tokens_seen - self._seen  # of all calls of this step
+            self._seen = self.run.tokens_seen
         self._advance_or_join()
 
     def _advance_or_join(self) -> None:
@@ -282,12 +284,13 @@ class OuterOptimizer:
 
     def _launch(self, fragment: int, payloads: list[Tensor], *, plain: bool = False) -> None:
         entries, tokens = self._of(fragment), self._tokens[fragment].clone()
+        buffers = [buffer.reshape(-1) for buffer in self._buffers_of(fragment)]
         weight = tokens
         if self.policy.weights == "equal":  # but of one that has made no step since it came
             weight = torch.full_like(tokens, float(self._step != self._taken_at))
         meeting = self.replicas.begin(
             Sent(
-                payloads=payloads + [buffer.reshape(-1) for buffer in self._buffers_of(fragment)],
+                payloads=payloads + buffers,
                 weight=weight,
                 errors=[flat(entry.error) for entry in entries] if feeds_back(self.policy) else None,
                 step=self._step,
@@ -295,6 +298,7 @@ class OuterOptimizer:
                 dtype=self._dtype,
                 key=f"step {self._step}, fragment {fragment}{', the end' * plain}",
                 last=not plain or fragment == self._fragments - 1,
+                whole=len(buffers),
             )
         )
         self._flight = _Flight(fragment, self._step, meeting, tokens)

@@ -80,10 +80,14 @@ def late_buffers() -> None:
     run = mk.parallelize(made, replica_mesh(mesh), plan=LLAMA_PLAN)
     with pytest.raises(PlanError, match="CO2 with a delay: 'average' is a buffer that replicas write"):
         OuterOptimizer(run, sgd(run.model), mesh, CO2())
-    outer = OuterOptimizer(run, sgd(run.model), mesh, DiLoCo(every=1, weights="equal"))
-    made.average += mesh["dp_replicate"].get_local_rank()
-    outer.step()
-    assert run.model.average.tolist() == [0.5] * 3  # averaged as it is, without the outer optimizer
+    for index, policy in enumerate((DiLoCo(every=1, weights="equal"), DiLoCo(every=1, weights="equal", wire="int4"))):
+        outer = OuterOptimizer(run, sgd(run.model), mesh, policy)
+        run.model.average.copy_(torch.tensor([0.1, 100.0, 3.0]) + mesh["dp_replicate"].get_local_rank())
+        outer.step()
+        wanted = torch.tensor([0.1, 100.0, 3.0]) + 0.5
+        # As it is: without the outer optimizer, and not rounded.
+        assert (run.model.average - wanted).abs().max() < 1e-6, index
+        assert outer.period.sent_bytes > outer.period.layouts[0].sizes[-1] == 3
 
 
 def test_a_run_on_all_replicas_is_refused() -> None:

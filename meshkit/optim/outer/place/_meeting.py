@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshkit.core.waiting import waiting
-from meshkit.optim.outer._exchange import Exchange, Layout
+from meshkit.optim.outer._exchange import Exchange
 from meshkit.optim.outer._meets import Met, Sent
 from meshkit.optim.outer.place._rules import Message
 
@@ -104,6 +104,6 @@ class PlaceMeeting:
         known, group = self._place.group
         if known != name:
             group = self._place.gloo(name, go["index"], len(go["slots"]))
-        layout = Layout(sent.sizes, len(go["slots"]), sent.wire, sent.dtype)
+        layout = sent.layout(len(go["slots"]))
         exchange = Exchange(group, layout, self._payloads, weight=self._weight, step=sent.step, errors=errors)
         return exchange.finish(), errors, (name, group)
