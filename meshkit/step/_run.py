@@ -51,7 +51,7 @@ from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._documents import PackedRows
 from meshkit.step._explained import explained
-from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
+from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss, refuse_plain_count
 from meshkit.step._microbatches import split, split_step
 from meshkit.step._new_losses import NewLosses
 from meshkit.step._new_values import OfTokens, refuse_mixing
@@ -306,7 +306,7 @@ class Run:
         loss is no sum over its parts.
         """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
-        counted = to_device(count(batch), self.mesh.device)
+        counted = to_device(refuse_plain_count(what, count(batch)), self.mesh.device)
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.
