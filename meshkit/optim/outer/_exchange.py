@@ -6,8 +6,8 @@ all-gather brings the means to all.
 [Note: why no all-reduce] The order in which an all-reduce sums an element depends on where in the buffer it lies, and ranks
 of one replica that hold the same parameter, as a norm on tp, may have it at different places: with three replicas or more its
 copies would drift apart. Here the order is that of the replicas, whatever the place; blocks begin with each tensor, so that
-also their scales are the same; and each tensor is cut up over the replicas by itself, so that the same one sums an element, and
-keeps what rounding its mean took, wherever its copies lie.
+also their scales are the same; and each tensor is cut up over the replicas by itself, so that the same one sums an element,
+and keeps what rounding its mean took, wherever its copies lie.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAILER_BYTES = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of each tensor which replica sums: [replicas, chunk], in whose rows the parts of all tensors follow each other.
+    """Which part of each tensor which replica sums: rows [replicas, chunk], in each of which all tensors have a part.
 
     sizes: elements of this rank's tensors. dtype: in which they are summed. whole: how many of the tensors, the last ones,
     travel in it whatever the wire, as buffers, which are no changes.
@@ -127,8 +127,8 @@ class Exchange:
 
     group: of the replicas, each with the same layout. payloads: this replica's tensors, [size] each. weight: of this replica
     in the mean, fp64 scalar on the device. step: the replica's, which all must have alike. errors: what rounding took the
-    last time, [size] each, of the tensors that travel in blocks: added now, and written anew; None keeps none. Who sums a chunk
-    keeps the error of its mean too.
+    last time, [size] each, of the tensors that travel in blocks: added now, and written anew; None keeps none. Who sums a
+    chunk keeps the error of its mean too.
     steps, finite: of each replica, after `turn`: its step, and whether what it sent here is finite, bool [replicas].
     """
 

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from meshkit.core.arguments import require
 from meshkit.core.model_state import model_tensors
-from meshkit.core.optimizer_state import finish_update, parameter_names
+from meshkit.core.optimizer_state import finish_update
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._fragments import fragments_of_model
-from meshkit.optim.outer._hand_on import HasState, Snapshot, laid_out, options, rebuilt, set_options, snapshot_of
+from meshkit.optim.outer._hand_on import HasState, Snapshot
 from meshkit.optim.outer._meets import CameLate, Meeting, MeshAxis, Replicas, Sent
 from meshkit.optim.outer._policy import (
     CO2,
@@ -36,6 +36,7 @@ from meshkit.optim.outer._saved_policy import policy_text, refuse_other_policy
 from meshkit.optim.outer._state import PREFIX, Entry, JoinedState, flat
 from meshkit.optim.outer._traffic import PeriodTraffic, period_traffic
 from meshkit.optim.outer._update import outer_step
+from meshkit.optim.outer._whole_state import WholeState
 from meshkit.optim.outer.place import MeetingPlace
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
@@ -89,26 +90,27 @@ class OuterOptimizer:
         require("OuterOptimizer", "run", run, Run)
         require("OuterOptimizer", "mesh", mesh, Mesh, MeetingPlace)
         require("OuterOptimizer", "policy", policy, LocalSGD, DiLoCo, CO2)
-        self.run, self.policy, self.inner, self._follow = run, policy, optimizer, follow
+        self.run, self.policy, self.inner = run, policy, optimizer
         self.mesh = mesh if isinstance(mesh, Mesh) else run.mesh
         self.replicas: Replicas = MeshAxis(mesh) if isinstance(mesh, Mesh) else mesh
         self.replicas.check(run, policy)
         self._run_mesh = run.mesh
         self._delay, self._fragments = delay_of(policy), fragments_of(policy)
         fragments = fragments_of_model(run.resolved, self._fragments)
-        tensors = model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
-        names = parameter_names(run.model)
-        held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        self._whole = WholeState.of(run, optimizer, follow)
         self.entries = {
-            param: Entry(name=names[id(param)], param=param, fragment=fragments[names[id(param)]]) for param in held
+            param: Entry(name=name, param=param, fragment=fragments[name])
+            for name, param in self._whole.params.items()
+            if param.requires_grad
         }
-        self._buffers = _float_buffers(run, tensors)
+        self._buffers = {name: each for name, each in self._whole.buffers.items() if each.is_floating_point()}
         if self._buffers and self._delay:
             raise PlanError(
                 f"{type(policy).__name__} with a delay: {next(iter(self._buffers))!r} is a buffer that replicas write, and "
                 "its mean would come late. Use LocalSGD, or DiLoCo without a delay."
             )
-        self.replicas.compare(run, tensors, {entry.name for entry in self.entries.values()})
+        trained = {entry.name for entry in self.entries.values()}
+        self.replicas.compare(run, model_tensors(run.model), trained, self._whole.facts)
         self._step = 0
         self._next = self._period() // self._fragments
         self._flight: _Flight | None = None
@@ -118,6 +120,7 @@ class OuterOptimizer:
         self._seen = run.tokens_seen
         self._taken_at = -1  # the step at which it took the others' state
         self._is_end = False  # and that is what `meet` had made
+        self._looked = not self.replicas.hands_on  # at what the inner optimizer keeps, which its first step makes
         for entry in self.entries.values():
             self._begin(entry)
 
@@ -173,14 +176,20 @@ class OuterOptimizer:
         the newest keeps it, and the others get that. On a mesh nothing happens, since there all begin together.
         Raises: MeetingError, without a quorum for one.
         """
-        self._shards_back()
-        snapshot = self.replicas.join((self._next, self._step))
-        if snapshot is not None:
-            self._take(snapshot)
-        self.replicas.hand_on(self._snapshot)
+        self._come()
         if self._step == self._next:  # of a replica that ended before it met
             self._advance_or_join()
         return self._step
+
+    def _come(self) -> None:
+        self._shards_back()
+        self._looked = self._looked or self._whole.refuse_parts()
+        joined = self.replicas.join((self._next, self._step), can_go_back=not isinstance(self.policy, LocalSGD))
+        if joined.snapshot is not None:
+            self._take(joined.snapshot)
+        elif joined.goes_back:
+            self._go_back()
+        self.replicas.hand_on(self._snapshot)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -188,6 +197,7 @@ class OuterOptimizer:
         if self.run.mesh is not self._run_mesh:
             raise PlanError("OuterOptimizer.step: the run has moved to another mesh. Save, and resume on the new one.")
         self._step += 1
+        self._looked = self._looked or self._whole.refuse_parts()
         if self.policy.weights == "tokens":
             if self.run.valid_tokens is None:
                 raise PlanError(
@@ -200,10 +210,14 @@ class OuterOptimizer:
         self._advance_or_join()
 
     def _advance_or_join(self) -> None:
-        try:
-            self._advance()
-        except CameLate:
-            self.join()
+        meets = True
+        while meets:
+            try:
+                self._advance()
+                meets = False
+            except CameLate:
+                self._come()
+                meets = self._step == self._next
         if self._flight is None:  # else whoever has come is given all once that has landed
             self.replicas.hand_on(self._snapshot)
 
@@ -404,40 +418,29 @@ class OuterOptimizer:
     # ------------------------------------------------------------------------------------------------- from one to another
 
     def _snapshot(self, *, is_end: bool = False) -> Snapshot:
-        """What a replica needs to go on from here as this one, but for what is each one's own: tokens and errors."""
         self._shards_back()
-        values = {
-            "params": [(self.state[param], self._outer_value(param)) for param in self._params()],
-            "buffers": list(self._buffers.values()),
-            "options": options(self.param_groups),
-            "follow": [each.state_dict() for each in self._follow],
-            "is_end": is_end,
-        }
-        return snapshot_of(values)
+        return self._whole.read(self.state, self.entries, is_end=is_end)
 
     def _take(self, snapshot: Snapshot) -> None:
-        given, self._flight = rebuilt(snapshot, self.mesh.device), None
-        for param, (values, outer) in zip(self._params(), given["params"], strict=True):
-            if (entry := self.entries.get(param)) is not None:
-                values |= {"outer_tokens": torch.zeros(()), "outer_error": None}
-                if feeds_back(self.policy):
-                    values["outer_error"] = entry.like(self._dtype)
-            self.state[param] = laid_out(values, param)
-            local_tensor(param).copy_(outer)
+        self._flight = None
+        self._is_end = self._whole.write(self.state, self.entries, snapshot, self.mesh.device)
         self._written(list(self.entries.values()))
-        for buffer, value in zip(self._buffers.values(), given["buffers"], strict=True):
-            local_tensor(buffer).copy_(value)
-        set_options(self.param_groups, given["options"])
-        for each, state in zip(self._follow, given["follow"], strict=True):
-            each.load_state_dict(state)
-        self._taken_at, self._is_end = self._step, given["is_end"]
+        self._taken_at = self._step
 
-    def _outer_value(self, param: Tensor) -> Tensor:
-        entry = self.entries.get(param)
-        return param if entry is None or entry.parameter is None else entry.parameter
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+    def _go_back(self) -> None:
+        """To the outer parameters of the last meetings, with an inner optimizer that begins anew: no replica is finite."""
+        self._flight = None
+        for entry in self.entries.values():
+            self.inner.state.pop(entry.param, None)
+            entry.average = None
+            if entry.error is not None:
+                entry.error.zero_()
+        for fragment in range(self._fragments):
+            self._write(fragment, keep=0.0)
+            self._tokens[fragment].zero_()
+        if self._step == self._next:  # nothing has changed since the last one
+            self._next += self._period() // self._fragments
+        self._taken_at, self._is_end = self._step, False
 
     def _numbers(self, fragment: int) -> dict[str, Any]:
         flight = self._flight or _Flight(0, 0, None)
@@ -477,8 +480,3 @@ def outer_dtype(dtypes: Any) -> torch.dtype:
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
-
-
-def _float_buffers(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    buffers = {id(buffer) for buffer in run.model.buffers()}
-    return {name: each for name, each in tensors.items() if id(each) in buffers and each.is_floating_point()}

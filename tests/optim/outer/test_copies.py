@@ -12,8 +12,7 @@ import meshkit as mk
 from meshkit.checkpoint import Checkpointer
 from meshkit.core.sharding import local_tensor
 from meshkit.mesh import replica_mesh
-from meshkit.models import LLAMA_PLAN
-from meshkit.models import Llama
+from meshkit.models import LLAMA_PLAN, Llama
 from meshkit.optim.outer import DiLoCo, OuterOptimizer
 from meshkit.optim.outer._exchange import Exchange, Layout
 from tests.optim.outer.test_local_updates import adamw
