@@ -102,7 +102,7 @@ def main() -> None:
     mesh = mk.init_mesh(config.mesh)
     replica = replica_mesh(mesh)  # of this rank: what is inside sends nothing over dp_replicate
     number, replicas = mesh["dp_replicate"].get_local_rank(), mesh.spec.dp_replicate
-    place = MeetingPlace(config.meeting_place, mesh) if config.meeting_place else None
+    place = MeetingPlace(config.meeting_place, mesh, steps=config.steps) if config.meeting_place else None
     if place is not None:
         number, replicas = place.slot, place.most
     print0(f"mesh  {mesh.describe()}, replica {number} of {replicas}")

@@ -188,6 +188,9 @@ def optimizer_targets(
                 "parameters, or pass optimizer=None to load the model alone."
             )
     _refuse_other_kind(rows, facts)
+    refuse_saved = getattr(optimizer, "refuse_saved", None)  # of an outer optimizer, as `finish`
+    if refuse_saved is not None:
+        refuse_saved(entry.values for entry in facts.values())
     _refuse_mixed_groups(optimizer, names, facts)
     keys: dict[str, list[str]] = {}
     for key in tensors:

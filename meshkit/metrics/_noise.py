@@ -7,7 +7,7 @@ Tokens of one row resemble each other: parts are whole rows, and n counts them i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshkit.errors import MeshkitError
@@ -34,6 +34,7 @@ class NoiseScale:
 class GradientNoise:
     """Estimates the gradient noise scale over the last `kept` steps, without a bias in either of its two parts.
 
+    A run that is resumed goes on from its `state_dict`, as `extra` of a checkpoint, or followed by an outer optimizer.
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1: a quotient of means, not a mean of quotients.
     """
 
@@ -69,6 +70,19 @@ class GradientNoise:
         self._noise.append((part - whole) / (1 / tokens - 1 / whole_tokens))
         self._signal.append((whole_tokens * whole - tokens * part) / (whole_tokens - tokens))
         del self._noise[: -self._kept], self._signal[: -self._kept]
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Both parts of each step that is kept."""
+        return {"noise": list(self._noise), "signal": list(self._signal)}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Raises: MeshkitError for parts of other numbers of steps."""
+        noise, signal = ([float(each) for each in state[name]] for name in ("noise", "signal"))
+        if len(noise) != len(signal):
+            raise MeshkitError(
+                f"GradientNoise: a state of {len(noise)} and {len(signal)} steps. Give one of state_dict()."
+            )
+        self._noise, self._signal = noise[-self._kept :], signal[-self._kept :]
 
     def scale(self) -> NoiseScale:
         """Of the steps that were added. Raises: MeshkitError for none."""

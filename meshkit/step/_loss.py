@@ -43,6 +43,16 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(logits, _named(batch, "labels"))
 
 
+def refuse_plain_count(what: str, counted: Any) -> Tensor:
+    """Raises: PlanError for what a user's count returned that is no tensor."""
+    if isinstance(counted, Tensor):
+        return counted
+    raise PlanError(
+        f"{what}(count=): it returned a {type(counted).__name__}. Return a tensor, as torch.tensor(n) or "
+        "(labels != -100).sum()."
+    )
+
+
 def model_inputs(model: nn.Module, batch: Mapping[str, Any], *, asked: str = "model_inputs") -> dict[str, Any]:
     """The entries of a batch that a model takes: input_ids, position_ids, attention_mask, mask; those that are there.
 

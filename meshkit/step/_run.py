@@ -51,7 +51,7 @@ from meshkit.program import without_values
 from meshkit.resolve import Resolved
 from meshkit.step._documents import PackedRows
 from meshkit.step._explained import explained
-from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss
+from meshkit.step._loss import Batch, Count, Loss, count_labels, next_token_loss, refuse_plain_count
 from meshkit.step._microbatches import split, split_step
 from meshkit.step._new_losses import NewLosses
 from meshkit.step._new_values import OfTokens, refuse_mixing
@@ -90,6 +90,7 @@ class Run:
     expert_counts: dict[str, Tensor] = field(default_factory=dict)  # tokens per expert, by router of this rank
     dropped_share: Tensor | None = None  # of the (token, choice) pairs, where experts have a capacity
     valid_tokens: Tensor | None = None  # of all ranks of the mesh
+    tokens_seen: Tensor | float = 0.0  # the same, of all calls of `forward_backward` so far; a new tensor after each
     local_loss: float | Tensor = 0.0  # this rank's sum: the NaN guard reads it to name the rank that fails
     # (batch, microbatches, loss, mask): the NaN guard runs them again to find the module that fails.
     last_call: tuple[Batch, int, Loss, Mask | Sequence[Mask] | None] | None = None
@@ -238,6 +239,7 @@ class Run:
         if self.offload is not None:
             self.offload.end_step()
         self.local_loss = total
+        self.tokens_seen = self.tokens_seen + self.valid_tokens
         self.expert_counts = step_counts(self.model, reports, self.mesh, sequence=self.resolved.sequence)
         note_counts(self.model, self.expert_counts)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
@@ -300,7 +302,7 @@ class Run:
         loss is no sum over its parts.
         """
         # Counted where the batch lies: it moves to the device once, part by part, and here it would only be dropped again.
-        counted = to_device(count(batch), self.mesh.device)
+        counted = to_device(refuse_plain_count(what, count(batch)), self.mesh.device)
         # Ranks that differ in pp, cp or tp have the same rows: the first of them counts.
         first = self.mesh.is_first("pp", "cp", "tp")
         # A change on one stage alone is a difference of ranks, which all of them learn in this message.

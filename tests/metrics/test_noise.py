@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshkit as mk
+from meshkit.data import MeasuredBatch
 from meshkit.errors import MeshkitError
 from meshkit.metrics import GradientNoise
 from meshkit.step import grad_norm
@@ -124,3 +126,26 @@ def test_odd_steps_are_refused(arguments: tuple, match: str) -> None:
         GradientNoise().add(*arguments)
     with pytest.raises(MeshkitError, match="before a step"):
         GradientNoise().scale()
+
+
+def test_a_measured_batch_resumed_from_a_checkpoint_is_that_of_a_run_that_was_not_stopped() -> None:
+    def grown(noise: GradientNoise, batch: MeasuredBatch, steps: range) -> list[int]:
+        sizes = []
+        for step in steps:
+            noise.add([1.0 + 0.01 * step], [64], 0.9, 128)
+            sizes.append(batch.measured(noise.scale().tokens, seq_len=8))
+        return sizes
+
+    noise, batch = GradientNoise(kept=5), MeasuredBatch(first=1, last=1000)
+    whole = grown(noise, batch, range(12))
+    noise, batch = GradientNoise(kept=5), MeasuredBatch(first=1, last=1000)
+    before = grown(noise, batch, range(7))
+    saved = json.loads(
+        json.dumps([noise.state_dict(), batch.state_dict()])
+    )  # as `extra` of a checkpoint, and the loader's
+    noise, batch = GradientNoise(kept=5), MeasuredBatch(first=1, last=1000)
+    noise.load_state_dict(saved[0])
+    batch.load_state_dict(saved[1])
+    assert before + grown(noise, batch, range(7, 12)) == whole and len({*whole[7:]}) > 2
+    with pytest.raises(MeshkitError, match="a state of 1 and 0 steps"):
+        noise.load_state_dict({"noise": [1.0], "signal": []})

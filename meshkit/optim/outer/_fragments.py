@@ -9,13 +9,12 @@ from meshkit.resolve import Resolved
 
 
 def fragments_of_model(resolved: Resolved, fragments: int) -> dict[str, int]:
-    """`fragment_of` the parameters of a whole model, also those of other stages; buffers meet with the last fragment."""
+    """`fragment_of` the parameters of a whole model, also those of other stages."""
     model = resolved.program.model
     first = {param: name for name, param in model.named_parameters()}
     found = fragment_of({name: param.numel() for param, name in first.items()}, resolved.blocks, fragments)
-    buffers = dict.fromkeys((name for name, _ in model.named_buffers()), fragments - 1)
     # A tied parameter is one, under each of its names: stages of a pipeline know it by another.
-    return {**buffers, **{name: found[first[param]] for name, param in model.named_parameters(remove_duplicate=False)}}
+    return {name: found[first[param]] for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def fragment_of(sizes: Mapping[str, int], blocks: Sequence[str], fragments: int) -> dict[str, int]:

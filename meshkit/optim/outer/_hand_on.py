@@ -44,25 +44,30 @@ class Snapshot:
 
 
 def snapshot_of(values: Any) -> Snapshot:
-    """A copy of dicts, lists and tuples, whose tensors the next step will write. Of a DTensor it has this rank's shard.
-
-    Raises: PlanError for tensors that keep their values in parts, as low-bit moments.
-    """
+    """A copy of dicts, lists and tuples, whose tensors the next step will write. Of a DTensor it has this rank's shard."""
     tensors: list[Tensor] = []
 
     def read(value: Any) -> Any:
         if isinstance(value, Tensor):
             local = local_tensor(value.detach())
-            if type(local) not in (Tensor, torch.nn.Parameter):
-                raise PlanError(
-                    f"a replica that comes cannot be given a {type(local).__name__}. Use an optimizer that keeps its state "
-                    "in plain tensors."
-                )
             tensors.append(local.to(HOST, copy=True).contiguous())
             return _Tensor(dtype=local.dtype, shape=tuple(local.shape), on_host=local.device == HOST)
         return _inside(value, read)
 
     return Snapshot(values=read(values), tensors=tensors)
+
+
+def refuse_parts(state: Mapping[str, Any]) -> None:
+    """state: of a parameter. Raises: PlanError for tensors that keep their values in parts, as low-bit moments."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and type(local := local_tensor(value.detach())) not in (
+            Tensor,
+            torch.nn.Parameter,
+        ):
+            raise PlanError(
+                f"the optimizer keeps {key!r} as a {type(local).__name__}, which a replica that comes to a meeting place "
+                "cannot be given. Use an optimizer that keeps its state in plain tensors."
+            )
 
 
 def rebuilt(snapshot: Snapshot, device: torch.device) -> Any:

@@ -26,7 +26,8 @@ class CameLate(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Sent:
     """What a rank brings to a meeting; it stays as it is until that has ended. payloads, weight, errors: as `Exchange` takes
-    them. key: which meeting of the run it is. last: of those after this step."""
+    them. whole: how many of the payloads, the last ones, travel whole whatever the wire. key: which meeting of the run it is.
+    last: of those after this step."""
 
     payloads: Sequence[Tensor]
     weight: Tensor
@@ -36,6 +37,10 @@ class Sent:
     dtype: torch.dtype
     key: str
     last: bool
+    whole: int = 0
+
+    def layout(self, replicas: int) -> Layout:
+        return Layout(self.sizes, replicas, self.wire, self.dtype, self.whole)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -53,6 +58,15 @@ class Met:
     stood_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """How a replica begins: with the others' state; by itself, where it has the newest; or, where no replica has finite
+    values, from its own outer parameters."""
+
+    snapshot: Snapshot | None = None
+    goes_back: bool = False
+
+
 class Meeting(Protocol):
     """Under way. steps, finite: as `Exchange` has them."""
 
@@ -67,9 +81,10 @@ class Meeting(Protocol):
 
 
 class Replicas(Protocol):
-    """Those of a run. last: the last meeting, where it is not always of all."""
+    """Those of a run. last: the last meeting, where it is not always of all. hands_on: whether some may come later."""
 
     last: Met | None
+    hands_on: bool
 
     @property
     def most(self) -> int:
@@ -78,16 +93,18 @@ class Replicas(Protocol):
     def check(self, run: Run, policy: Policy) -> None:
         """Raises: PlanError, AgreementError for what does not fit together."""
 
-    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
-        """tensors: of the model, before the first step; those that are trained are averaged. Raises: PlanError."""
+    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str], facts: Mapping[str, str]) -> None:
+        """tensors: of the model, before the first step; those that are trained are averaged. facts: what those must have
+        alike of whom one may get the other's state. Raises: PlanError."""
 
     def begin(self, sent: Sent) -> Meeting | None:
         """None where this rank brings nothing, as on a stage without the fragment's blocks, and nobody waits for it."""
 
-    def join(self, newest: tuple[int, int]) -> Snapshot | None:
-        """Return once this replica counts: with the others' state, None where its own is the newest.
+    def join(self, newest: tuple[int, int], *, can_go_back: bool) -> Joined:
+        """Return once this replica counts.
 
-        newest: (next meeting, steps) of its own; the greater is the newer. Raises: MeetingError.
+        newest: (next meeting, steps) of its own; the greater is the newer. can_go_back: to outer parameters, from values that
+        are not finite. Raises: MeetingError.
         """
 
     def hand_on(self, make: Callable[[], Snapshot]) -> None:
@@ -96,6 +113,8 @@ class Replicas(Protocol):
 
 class MeshAxis:
     """Replicas that are ranks of one world, on its axis dp_replicate."""
+
+    hands_on = False
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -109,13 +128,13 @@ class MeshAxis:
         refuse_other_mesh(run, self._mesh, type(policy).__name__)
         self._mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
 
-    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
-        refuse_different_values(run, self._mesh, tensors)
+    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str], facts: Mapping[str, str]) -> None:
+        refuse_different_values(run, self._mesh, tensors, trained)
 
     def begin(self, sent: Sent) -> Exchange | None:
         if not sum(sent.sizes):
             return None
-        layout = Layout(sent.sizes, self.most, sent.wire, sent.dtype)
+        layout = sent.layout(self.most)
         return Exchange(
             self._mesh[AXIS].get_group(),
             layout,
@@ -125,8 +144,8 @@ class MeshAxis:
             errors=sent.errors,
         )
 
-    def join(self, newest: tuple[int, int]) -> None:
-        return None
+    def join(self, newest: tuple[int, int], *, can_go_back: bool) -> Joined:
+        return Joined()
 
     def hand_on(self, make: Callable[[], Snapshot]) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from meshkit.core.arguments import require
 from meshkit.core.model_state import model_tensors
-from meshkit.core.optimizer_state import finish_update, parameter_names
+from meshkit.core.optimizer_state import finish_update
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._fragments import fragments_of_model
-from meshkit.optim.outer._hand_on import HasState, Snapshot, laid_out, options, rebuilt, set_options, snapshot_of
+from meshkit.optim.outer._hand_on import HasState, Snapshot
 from meshkit.optim.outer._meets import CameLate, Meeting, MeshAxis, Replicas, Sent
 from meshkit.optim.outer._policy import (
     CO2,
@@ -32,9 +32,11 @@ from meshkit.optim.outer._policy import (
     wire_of,
 )
 from meshkit.optim.outer._refusals import refuse_not_finite, refuse_other_steps
-from meshkit.optim.outer._state import Entry, JoinedState, flat
+from meshkit.optim.outer._saved_policy import policy_text, refuse_other_policy
+from meshkit.optim.outer._state import PREFIX, Entry, JoinedState, flat
 from meshkit.optim.outer._traffic import PeriodTraffic, period_traffic
 from meshkit.optim.outer._update import outer_step
+from meshkit.optim.outer._whole_state import WholeState
 from meshkit.optim.outer.place import MeetingPlace
 from meshkit.parallel.data import after_inference
 from meshkit.step import Run
@@ -88,34 +90,37 @@ class OuterOptimizer:
         require("OuterOptimizer", "run", run, Run)
         require("OuterOptimizer", "mesh", mesh, Mesh, MeetingPlace)
         require("OuterOptimizer", "policy", policy, LocalSGD, DiLoCo, CO2)
-        self.run, self.policy, self.inner, self._follow = run, policy, optimizer, follow
+        self.run, self.policy, self.inner = run, policy, optimizer
         self.mesh = mesh if isinstance(mesh, Mesh) else run.mesh
         self.replicas: Replicas = MeshAxis(mesh) if isinstance(mesh, Mesh) else mesh
         self.replicas.check(run, policy)
         self._run_mesh = run.mesh
         self._delay, self._fragments = delay_of(policy), fragments_of(policy)
         fragments = fragments_of_model(run.resolved, self._fragments)
-        tensors = model_tensors(run.model)  # first for its side effect: FSDP puts its shards back
-        names = parameter_names(run.model)
-        held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        self._whole = WholeState.of(run, optimizer, follow)
         self.entries = {
-            param: Entry(name=names[id(param)], param=param, fragment=fragments[names[id(param)]]) for param in held
+            param: Entry(name=name, param=param, fragment=fragments[name])
+            for name, param in self._whole.params.items()
+            if param.requires_grad
         }
-        self._buffers = _float_buffers(run, tensors)
+        self._buffers = {name: each for name, each in self._whole.buffers.items() if each.is_floating_point()}
         if self._buffers and self._delay:
             raise PlanError(
                 f"{type(policy).__name__} with a delay: {next(iter(self._buffers))!r} is a buffer that replicas write, and "
                 "its mean would come late. Use LocalSGD, or DiLoCo without a delay."
             )
-        self.replicas.compare(run, tensors, {entry.name for entry in self.entries.values()})
+        trained = {entry.name for entry in self.entries.values()}
+        self.replicas.compare(run, model_tensors(run.model), trained, self._whole.facts)
         self._step = 0
         self._next = self._period() // self._fragments
         self._flight: _Flight | None = None
         self._tokens = [
             torch.zeros((), dtype=torch.float64, device=self.mesh.device) for _ in range(self._fragments)
         ]  # of this replica since the fragment was sent
+        self._seen = run.tokens_seen
         self._taken_at = -1  # the step at which it took the others' state
         self._is_end = False  # and that is what `meet` had made
+        self._looked = not self.replicas.hands_on  # at what the inner optimizer keeps, which its first step makes
         for entry in self.entries.values():
             self._begin(entry)
 
@@ -151,11 +156,11 @@ class OuterOptimizer:
     @property
     def period(self) -> PeriodTraffic:
         """What a period sends; `print` shows it."""
-        tensors = {entry.name: entry.param for entry in self.entries.values()} | self._buffers
-        sizes = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
+        sizes = {entry.name: local_tensor(entry.param).numel() for entry in self.entries.values()}
         fragments = {entry.name: entry.fragment for entry in self.entries.values()}
-        fragments |= dict.fromkeys(self._buffers, self._fragments - 1)
-        return period_traffic(self.policy, sizes, fragments, replicas=self.replicas.most, dtype=self._dtype)
+        buffers = [buffer.numel() for buffer in self._buffers_of(self._fragments - 1)]
+        replicas, dtype = self.replicas.most, self._dtype
+        return period_traffic(self.policy, sizes, fragments, buffers=buffers, replicas=replicas, dtype=dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -171,14 +176,20 @@ class OuterOptimizer:
         the newest keeps it, and the others get that. On a mesh nothing happens, since there all begin together.
         Raises: MeetingError, without a quorum for one.
         """
-        self._shards_back()
-        snapshot = self.replicas.join((self._next, self._step))
-        if snapshot is not None:
-            self._take(snapshot)
-        self.replicas.hand_on(self._snapshot)
+        self._come()
         if self._step == self._next:  # of a replica that ended before it met
             self._advance_or_join()
         return self._step
+
+    def _come(self) -> None:
+        self._shards_back()
+        self._looked = self._looked or self._whole.refuse_parts()
+        joined = self.replicas.join((self._next, self._step), can_go_back=not isinstance(self.policy, LocalSGD))
+        if joined.snapshot is not None:
+            self._take(joined.snapshot)
+        elif joined.goes_back:
+            self._go_back()
+        self.replicas.hand_on(self._snapshot)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -186,6 +197,7 @@ class OuterOptimizer:
         if self.run.mesh is not self._run_mesh:
             raise PlanError("OuterOptimizer.step: the run has moved to another mesh. Save, and resume on the new one.")
         self._step += 1
+        self._looked = self._looked or self._whole.refuse_parts()
         if self.policy.weights == "tokens":
             if self.run.valid_tokens is None:
                 raise PlanError(
@@ -193,14 +205,19 @@ class OuterOptimizer:
                     'before, or give the policy weights="equal".'
                 )
             for tokens in self._tokens:
-                tokens += self.run.valid_tokens
+                tokens += self.run.tokens_seen - self._seen  # of all calls of this step
+            self._seen = self.run.tokens_seen
         self._advance_or_join()
 
     def _advance_or_join(self) -> None:
-        try:
-            self._advance()
-        except CameLate:
-            self.join()
+        meets = True
+        while meets:
+            try:
+                self._advance()
+                meets = False
+            except CameLate:
+                self._come()
+                meets = self._step == self._next
         if self._flight is None:  # else whoever has come is given all once that has landed
             self.replicas.hand_on(self._snapshot)
 
@@ -281,12 +298,13 @@ class OuterOptimizer:
 
     def _launch(self, fragment: int, payloads: list[Tensor], *, plain: bool = False) -> None:
         entries, tokens = self._of(fragment), self._tokens[fragment].clone()
+        buffers = [buffer.reshape(-1) for buffer in self._buffers_of(fragment)]
         weight = tokens
         if self.policy.weights == "equal":  # but of one that has made no step since it came
             weight = torch.full_like(tokens, float(self._step != self._taken_at))
         meeting = self.replicas.begin(
             Sent(
-                payloads=payloads + [buffer.reshape(-1) for buffer in self._buffers_of(fragment)],
+                payloads=payloads + buffers,
                 weight=weight,
                 errors=[flat(entry.error) for entry in entries] if feeds_back(self.policy) else None,
                 step=self._step,
@@ -294,6 +312,7 @@ class OuterOptimizer:
                 dtype=self._dtype,
                 key=f"step {self._step}, fragment {fragment}{', the end' * plain}",
                 last=not plain or fragment == self._fragments - 1,
+                whole=len(buffers),
             )
         )
         self._flight = _Flight(fragment, self._step, meeting, tokens)
@@ -320,12 +339,12 @@ class OuterOptimizer:
         if not means:
             return
         if isinstance(self.policy, LocalSGD):
-            for entry, mean in zip(entries, means, strict=False):
+            for entry, mean in zip(entries, means[: len(entries)], strict=True):
                 local = local_tensor(entry.param)
                 local.copy_(mean.view(local.shape))
             self._written(entries)
         else:
-            for entry, mean in zip(entries, means, strict=False):
+            for entry, mean in zip(entries, means[: len(entries)], strict=True):
                 if plain:
                     flat(entry.parameter).sub_(mean)
                 else:
@@ -399,40 +418,29 @@ class OuterOptimizer:
     # ------------------------------------------------------------------------------------------------- from one to another
 
     def _snapshot(self, *, is_end: bool = False) -> Snapshot:
-        """What a replica needs to go on from here as this one, but for what is each one's own: tokens and errors."""
         self._shards_back()
-        values = {
-            "params": [(self.state[param], self._outer_value(param)) for param in self._params()],
-            "buffers": list(self._buffers.values()),
-            "options": options(self.param_groups),
-            "follow": [each.state_dict() for each in self._follow],
-            "is_end": is_end,
-        }
-        return snapshot_of(values)
+        return self._whole.read(self.state, self.entries, is_end=is_end)
 
     def _take(self, snapshot: Snapshot) -> None:
-        given, self._flight = rebuilt(snapshot, self.mesh.device), None
-        for param, (values, outer) in zip(self._params(), given["params"], strict=True):
-            if (entry := self.entries.get(param)) is not None:
-                values |= {"outer_tokens": torch.zeros(()), "outer_error": None}
-                if feeds_back(self.policy):
-                    values["outer_error"] = entry.like(self._dtype)
-            self.state[param] = laid_out(values, param)
-            local_tensor(param).copy_(outer)
+        self._flight = None
+        self._is_end = self._whole.write(self.state, self.entries, snapshot, self.mesh.device)
         self._written(list(self.entries.values()))
-        for buffer, value in zip(self._buffers.values(), given["buffers"], strict=True):
-            local_tensor(buffer).copy_(value)
-        set_options(self.param_groups, given["options"])
-        for each, state in zip(self._follow, given["follow"], strict=True):
-            each.load_state_dict(state)
-        self._taken_at, self._is_end = self._step, given["is_end"]
+        self._taken_at = self._step
 
-    def _outer_value(self, param: Tensor) -> Tensor:
-        entry = self.entries.get(param)
-        return param if entry is None or entry.parameter is None else entry.parameter
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+    def _go_back(self) -> None:
+        """To the outer parameters of the last meetings, with an inner optimizer that begins anew: no replica is finite."""
+        self._flight = None
+        for entry in self.entries.values():
+            self.inner.state.pop(entry.param, None)
+            entry.average = None
+            if entry.error is not None:
+                entry.error.zero_()
+        for fragment in range(self._fragments):
+            self._write(fragment, keep=0.0)
+            self._tokens[fragment].zero_()
+        if self._step == self._next:  # nothing has changed since the last one
+            self._next += self._period() // self._fragments
+        self._taken_at, self._is_end = self._step, False
 
     def _numbers(self, fragment: int) -> dict[str, Any]:
         flight = self._flight or _Flight(0, 0, None)
@@ -442,7 +450,12 @@ class OuterOptimizer:
             "sent": flight.sent,  # of all parameters: a stage may have none of the fragment in flight
             "flying": flight.fragment,
             "tokens": self._tokens[fragment].clone(),  # a load reads into it, and may begin anew before it sets it
+            "policy": policy_text(self.policy),
         }
+
+    def refuse_saved(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Raises: CheckpointError for what another policy has saved. values: of each parameter; before a load."""
+        refuse_other_policy(values, self.policy, prefix=PREFIX)
 
     def _restore(self, entry: Entry, values: dict[str, Any]) -> None:
         """values: of a checkpoint; none, where it is of a run without an outer optimizer: then it begins here."""
@@ -467,8 +480,3 @@ def outer_dtype(dtypes: Any) -> torch.dtype:
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     return widest
-
-
-def _float_buffers(run: Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    buffers = {id(buffer) for buffer in run.model.buffers()}
-    return {name: each for name, each in tensors.items() if id(each) in buffers and each.is_floating_point()}

@@ -39,8 +39,9 @@ def _place(mesh: Mesh) -> int:
     return place
 
 
-def refuse_different_values(run: Run, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
-    """Raises: PlanError on every rank, for values that replicas have not alike, and for those that are not finite.
+def refuse_different_values(run: Run, mesh: Mesh, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
+    """Raises: PlanError on every rank, for values that replicas have not alike, for those that are not finite, and where
+    replicas train other parameters.
 
     Wire: a gather of a digest over the mesh.
     """
@@ -50,7 +51,7 @@ def refuse_different_values(run: Run, mesh: Mesh, tensors: Mapping[str, Tensor])
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         finite = finite and (not local.is_floating_point() or bool(local.isfinite().all()))
-        digest.update(name.encode())
+        digest.update(f"{name} {name in trained}".encode())
         digest.update(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     told: list[Any] = [None] * mesh.spec.world_size
     dist.all_gather_object(told, (run.mesh.rank, digest.hexdigest(), finite), group=mesh.group)
@@ -62,8 +63,8 @@ def refuse_different_values(run: Run, mesh: Mesh, tensors: Mapping[str, Tensor])
     first = {rank: text for rank, text, _ in reversed(told)}
     if any(text != first[rank] for rank, text, _ in told):
         raise PlanError(
-            "OuterOptimizer: replicas begin with different values. Initialise them from one seed, or load one checkpoint on "
-            "all."
+            "OuterOptimizer: replicas begin with different values, or train other parameters. Initialise them from one seed, "
+            "or load one checkpoint on all."
         )
 
 

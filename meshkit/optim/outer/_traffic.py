@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,14 +66,22 @@ class PeriodTraffic:
 
 
 def period_traffic(
-    policy: Policy, sizes: Mapping[str, int], fragments: Mapping[str, int], *, replicas: int, dtype: torch.dtype
+    policy: Policy,
+    sizes: Mapping[str, int],
+    fragments: Mapping[str, int],
+    *,
+    buffers: Sequence[int],
+    replicas: int,
+    dtype: torch.dtype,
 ) -> PeriodTraffic:
-    """sizes: elements of this rank's shard of each tensor that is averaged. dtype: of outer parameters."""
+    """sizes: elements of this rank's shard of each parameter that is averaged. buffers: of the buffers, which meet with the
+    last fragment, whole. dtype: of outer parameters."""
     layouts = []
-    for fragment in range(fragments_of(policy)):
-        own = tuple(size for name, size in sizes.items() if fragments[name] == fragment)
-        if sum(own):
-            layouts.append(Layout(own, replicas, wire_of(policy), dtype))
+    for fragment in range(count := fragments_of(policy)):
+        own = [size for name, size in sizes.items() if fragments[name] == fragment]
+        whole = buffers if fragment == count - 1 else ()
+        if sum(own) + sum(whole):
+            layouts.append(Layout((*own, *whole), replicas, wire_of(policy), dtype, len(whole)))
     start = getattr(policy, "start_step", 0)
     steps = period_at(policy, start, lr=float("inf"))
     return PeriodTraffic(policy=policy, replicas=replicas, layouts=tuple(layouts), steps=steps)

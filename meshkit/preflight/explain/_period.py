@@ -28,8 +28,10 @@ def period_of_model(
     trained = {name: param.dtype for name, param in rank_model.params.items() if param.trains}
     sizes = {name: rank_model.row(name).rank_bytes // dtype.itemsize for name, dtype in trained.items()}
     persistent = resolved.program.model.state_dict().keys()
-    for name, buffer in resolved.program.model.named_buffers():
-        if name in persistent and buffer.is_floating_point() and rank_model.runs(name):
-            sizes[name] = buffer.numel()
-    fragments = fragments_of_model(resolved, getattr(policy, "fragments", 1))
-    return period_traffic(policy, sizes, fragments, replicas=replicas, dtype=outer_dtype(trained.values()))
+    buffers = [
+        buffer.numel()
+        for name, buffer in resolved.program.model.named_buffers()
+        if name in persistent and buffer.is_floating_point() and rank_model.runs(name)
+    ]
+    fragments, dtype = fragments_of_model(resolved, getattr(policy, "fragments", 1)), outer_dtype(trained.values())
+    return period_traffic(policy, sizes, fragments, buffers=buffers, replicas=replicas, dtype=dtype)

@@ -49,6 +49,30 @@ class Replica:
     seed: int = 5
     bad_step: int = 0
     """in which its parameters become NaN"""
+    inner: str = "adamw"
+    """or "swapped" (AdamW that lists two blocks the other way round), "sgd", "parts" (state in a tensor subclass)"""
+
+
+class Parts(torch.Tensor):
+    """As the low-bit moments of other packages: values are not in its own memory."""
+
+
+class InParts(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["moment"] = torch.zeros_like(param.detach()).as_subclass(Parts)
+
+
+def inner_of(kind: str, run: mk.Run) -> torch.optim.Optimizer:
+    params = dict(run.named_parameters())
+    if kind == "swapped":
+        swapped = {"layers.0": "layers.1", "layers.1": "layers.0"}
+        names = [swapped.get(name[:8], name[:8]) + name[8:] for name in params]
+        return torch.optim.AdamW([params[name] for name in names], lr=1e-2)
+    if kind in ("sgd", "parts"):
+        return (InParts if kind == "parts" else torch.optim.SGD)(params.values(), lr=1e-2)
+    return adamw(run.model)
 
 
 class Clock:
@@ -89,9 +113,10 @@ def _train(replica: Replica, name: str, rank: int, say: Callable[..., None]) -> 
         torch.manual_seed(replica.seed)
         for param in made.parameters():
             torch.nn.init.normal_(param, std=0.1)
+    made.register_buffer("count", torch.zeros((), dtype=torch.int64))
     run = mk.parallelize(made, mesh, plan=LLAMA_PLAN)
-    place = MeetingPlace(replica.address, mesh)
-    optimizer, clock = adamw(run.model), Clock()
+    place = MeetingPlace(replica.address, mesh, steps=replica.steps)
+    optimizer, clock = inner_of(replica.inner, run), Clock()
     outer = OuterOptimizer(run, optimizer, place, replica.policy, follow=[clock])
     outer.join()
     say(joined=outer.steps, slot=place.slot, digest=digest(outer), at=time.time())
@@ -111,6 +136,7 @@ def _train(replica: Replica, name: str, rank: int, say: Callable[..., None]) -> 
         mk.clip_grad_norm(run, 1.0)
         optimizer.step()
         clock.steps += 1
+        run.model.count += 1
         if number == replica.bad_step:
             with torch.no_grad():
                 local_tensor(next(run.model.parameters())).view(-1)[:1] = torch.nan
@@ -121,7 +147,7 @@ def _train(replica: Replica, name: str, rank: int, say: Callable[..., None]) -> 
             slots = place.last.replicas if place.last is not None and place.last is not before else ()
             say(step=outer.steps, slots=slots, digest=digest(outer), took=time.time() - began, at=time.time())
     outer.meet()
-    say(ended=outer.steps, digest=digest(outer))
+    say(ended=outer.steps, digest=digest(outer), count=int(run.model.count))
     values = {key: full_tensor(value).clone() for key, value in run.named_parameters()}
     momentum = {
         entry.name: full_tensor(entry.momentum).clone()

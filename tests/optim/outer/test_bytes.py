@@ -85,12 +85,11 @@ def test_estimate_counts_the_outer_state_and_what_travels() -> None:
 
 def test_the_closed_form_of_a_period() -> None:
     """N elements in full precision over R replicas: 2 (R - 1) / R of their bytes, as a ring all-reduce once a period."""
-    elements = sum(param.numel() for param in model().parameters())
     period = mk.explain(
         model().float(), "dp_replicate=4", plan=LLAMA_PLAN, rows=2, seq_len=TOKENS, outer=DiLoCo(every=25)
     ).period
     assert period is not None
-    chunk = -(-elements // 4) * 4
+    chunk = sum(-(-param.numel() // 4) * 4 for param in model().parameters())  # of each the same share
     assert period.sent_bytes == 2 * 3 * chunk + 3 * 16
     assert period.synchronous_bytes / period.sent_bytes == pytest.approx(25, rel=1e-2)
     rule = LocalSGD(every=QuadraticRule(alpha=1.0, base=3), start_step=5)

@@ -241,3 +241,76 @@ def test_one_that_comes_gets_what_was_in_flight_once_it_has_landed(tmp_path: Pat
         alike(each, "a", "b")
         assert each.told("b")[0]["joined"] == 8  # what was sent after step 6 lands after step 8
         assert slots_of(each, "a") == [[0], [0], [0, 1], [0, 1]], each.lines
+
+
+@pytest.mark.parametrize("policy", [POLICY, LocalSGD(every=3)], ids=["diloco", "local sgd"])
+def test_values_that_are_not_finite_anywhere_go_back_once_or_end_in_one_line(tmp_path: Path, policy: Policy) -> None:
+    with jobs(tmp_path, replicas=2, grace_s=5) as each:
+        for name in "ab":
+            each.start(name, policy, steps=9, bad_step=5)
+        for name in "ab":
+            assert each.end(name) == [0 if policy == POLICY else 3], each.lines
+        if policy == POLICY:
+            alike(each, "a", "b")
+            assert sum("they go back to their last meetings" in line for line in each.lines) == 1
+            assert all(value.isfinite().all() for value in each.result("a")["values"].values())
+        else:
+            assert "their policy keeps no outer parameters" in each.told("a")[-1]["error"]
+
+
+def test_a_comer_whose_giver_hangs_is_told_after_the_grace_period(tmp_path: Path) -> None:
+    with jobs(tmp_path, replicas=3, quorum=2, grace_s=2, exchange_s=60) as each:
+        each.start("a", POLICY, steps=6, dies=("give", 0), stops=True)
+        each.wait_until(f"replica 0 on {HOST} has come")
+        for name in "bc":
+            each.start(name, POLICY, steps=6)
+        began = time.monotonic()
+        for name in "bc":
+            assert each.end(name) == [0], each.lines
+        assert time.monotonic() - began < 30
+        alike(each, "b", "c")
+
+
+def test_another_number_of_steps_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    with jobs(tmp_path, replicas=3, quorum=2, grace_s=5) as each:
+        for name in "ab":
+            each.start(name, POLICY, steps=9)
+            each.wait_until(f"replica {'ab'.index(name)} on {HOST} has come")
+        each.start("c", POLICY, steps=3)
+        assert each.end("c") == [3]
+        assert "its number of steps is 3, and 9 on replica 0" in each.told("c")[-1]["error"]
+        for name in "ab":
+            assert each.end(name) == [0], each.lines
+
+
+def test_state_is_handed_on_by_name_whatever_the_order_of_the_optimizer_and_so_are_whole_numbers(
+    tmp_path: Path,
+) -> None:
+    with jobs(tmp_path, replicas=2, grace_s=5) as each:
+        each.start("a", POLICY, steps=12, gates=(5,))
+        each.wait_until("has the newest state")
+        each.start("b", POLICY, steps=12, inner="swapped", seed=6)
+        each.wait_until(f"replica 1 on {HOST} has come")
+        each.open_gate(5)
+        for name in "ab":
+            assert each.end(name) == [0], each.lines
+            assert each.told(name)[-1]["count"] == 12  # a buffer, counted on by the one that came
+        alike(each, "a", "b")
+        assert each.told("b")[0]["joined"] > 0
+
+
+def test_another_optimizer_and_one_that_cannot_be_handed_on_end_alone(tmp_path: Path) -> None:
+    with jobs(tmp_path, replicas=2, quorum=1, grace_s=4) as each:
+        each.start("a", POLICY, steps=6, gates=(2,))
+        each.wait_until("has the newest state")
+        each.start("b", POLICY, steps=6, inner="sgd")
+        assert each.end("b") == [3]
+        assert "its optimizer is torch.optim.sgd.SGD, and torch.optim.adamw.AdamW on" in each.told("b")[-1]["error"]
+        each.open_gate(2)
+        assert each.end("a") == [0]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    with jobs(alone, replicas=1, grace_s=4) as each:
+        each.start("a", POLICY, steps=6, inner="parts")
+        assert each.end("a") == [3]
+        assert "PlanError: the optimizer keeps 'moment' as a Parts" in each.told("a")[-1]["error"]

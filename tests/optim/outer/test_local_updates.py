@@ -168,6 +168,33 @@ def test_local_sgd_of_period_1_equals_synchronous_sgd_with_unequal_tokens_and_an
     assert max(found) <= TOL_FP64_SUM
 
 
+def share_of_two_calls() -> tuple[float, int]:
+    """(the weight that the first replica had in the mean, the tokens of this one): two calls make one step."""
+    mesh = mk.init_mesh("dp_replicate=2")
+    replica = mesh["dp_replicate"].get_local_rank()
+    run = mk.parallelize(model(), replica_mesh(mesh), plan=LLAMA_PLAN)
+    batches = [data(3, 2)[index][replica] for index in (0, 2)]
+    run.forward_backward(batches[0])  # before there is an outer optimizer: not counted
+    optimizer = sgd(run.model)
+    outer = OuterOptimizer(run, optimizer, mesh, LocalSGD(every=1))
+    for batch in batches:
+        run.forward_backward(batch)
+    optimizer.step()
+    values = [torch.empty_like(next(run.parameters())) for _ in range(2)]
+    torch.distributed.all_gather(values, next(run.parameters()).detach())
+    outer.step()
+    apart = values[0] - values[1]
+    share = ((next(run.parameters()).detach() - values[1]) * apart).sum() / apart.square().sum()
+    return float(share), sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+
+def test_tokens_of_all_calls_of_a_step_are_weights() -> None:
+    found = pool(2).run(share_of_two_calls)
+    (_, first), (_, second) = found
+    assert all(share == pytest.approx(first / (first + second), abs=1e-10) for share, _ in found)
+    assert first != second
+
+
 def test_the_quadratic_rule_is_a_period_by_the_learning_rate() -> None:
     rule = QuadraticRule(alpha=0.01, base=2, warmup_steps=3, most=50)
     assert [rule.period(0, 1e-5), rule.period(3, 1e-2), rule.period(3, 2e-3), rule.period(3, 0.0)] == [2, 2, 25, 50]

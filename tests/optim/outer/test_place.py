@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshkit.errors import PlanError
-from meshkit.optim.outer.place import MeetingRules
+from meshkit.optim.outer.place import MeetingRules, PlaceServer
+from meshkit.optim.outer.place._messages import Lines, Message, checked, encode
 from meshkit.optim.outer.place._place import LATE_S, Place
-from meshkit.optim.outer.place._rules import Lines, Message, encode
 from tests.depth import draws
 
+HELLO: Message = {"is": "hello", "token": None, "rank": 0, "ranks": 1, "host": "h"}
+READY: Message = {"is": "ready", "facts": {"policy": "p"}, "newest": [0, 0], "can_go_back": True}
 GRACE_S, EXCHANGE_S, PATIENCE_S, LOOK_S = 10.0, 5.0, 60.0, 0.5
 
 
@@ -68,7 +78,7 @@ class World:
         replica = Replica([Rank(begin + number, number) for number in range(self.ranks)])
         self.by_connection |= {rank.connection: rank for rank in replica.ranks}
         self.replicas.append(replica)
-        self.tell(replica.ranks[0], {"is": "hello", "token": None, "rank": 0, "ranks": self.ranks, "host": "h"})
+        self.tell(replica.ranks[0], {**HELLO, "ranks": self.ranks})
 
     def die(self, replica: Replica) -> None:
         replica.alive = False
@@ -77,7 +87,7 @@ class World:
 
     def tell(self, rank: Rank, message: Message) -> None:
         if message["is"] == "hello" or rank.connection in self.place._by_connection:  # else it will hear why not
-            self.place.hear(rank.connection, message, self.now)
+            self.place.hear(rank.connection, checked(message), self.now)
 
     def turn(self) -> None:
         """Time passes, and all do what they have to."""
@@ -107,7 +117,7 @@ class World:
             rank.here_at = rank.exchange_until = None
         if word == "welcome" and rank.number == 0:
             for other in replica.ranks[1:]:
-                self.tell(other, {"is": "hello", "token": message["token"], "rank": other.number})
+                self.tell(other, {**HELLO, "token": message["token"], "rank": other.number, "ranks": self.ranks})
         if word in ("welcome", "late"):
             self.get_ready(replica, rank)
         elif word == "begin":
@@ -137,7 +147,7 @@ class World:
 
     def get_ready(self, replica: Replica, rank: Rank) -> None:
         rank.state = "ready"
-        self.tell(rank, {"is": "ready", "facts": {"policy": "p"}, "newest": [len(replica.state)] * 2})
+        self.tell(rank, {**READY, "newest": [len(replica.state)] * 2})
 
     def hand_on(self, replica: Replica, message: Message) -> None:
         mine = self.place._by_connection.get(replica.ranks[0].connection)
@@ -193,8 +203,8 @@ def test_nobody_waits_longer_than_is_said_and_a_meeting_counts_for_all_or_none(
 
 def members(place: Place, count: int) -> None:
     for index in range(count):
-        place.hear(index, {"is": "hello", "token": None, "rank": 0, "ranks": 1, "host": "h"}, 0.0)
-        place.hear(index, {"is": "ready", "facts": {"policy": "p"}, "newest": [4, index]}, 0.0)
+        place.hear(index, HELLO, 0.0)
+        place.hear(index, {**READY, "newest": [4, index]}, 0.0)
 
 
 def sent(place: Place, word: str) -> dict[int, Message]:
@@ -204,9 +214,9 @@ def sent(place: Place, word: str) -> dict[int, Message]:
     return found
 
 
-def here(place: Place, *replicas: int, now: float, key: str = "step 4") -> None:
+def here(place: Place, *replicas: int, now: float, key: str = "step 4", finite: bool = True) -> None:
     for index in replicas:
-        place.hear(index, {"is": "here", "key": key, "last": True, "finite": True}, now)
+        place.hear(index, {"is": "here", "key": key, "last": True, "finite": finite}, now)
 
 
 def test_all_begin_with_the_state_of_the_one_that_is_furthest() -> None:
@@ -269,7 +279,14 @@ def test_one_that_meets_at_another_step_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"replicas": 0}, {"replicas": 2, "quorum": 3}, {"replicas": 2, "grace_s": 0.0}, {"replicas": 1, "quorum": 0}],
+    [
+        {"replicas": 0},
+        {"replicas": 2, "quorum": 3},
+        {"replicas": 2, "grace_s": 0.0},
+        {"replicas": 1, "quorum": 0},
+        {"replicas": 2, "exchange_s": 1e300},
+        {"replicas": 2, "patience_s": float("nan")},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="meeting-place --"):
@@ -281,6 +298,162 @@ def test_messages_come_whole_however_they_are_cut(messages: list[Message], size:
     lines, stream = Lines(), b"".join(map(encode, messages))
     found = [each for at in range(0, len(stream), size) for each in lines.feed(stream[at : at + size])]
     assert found == messages
+
+
+def test_one_out_of_turn_that_is_there_first_does_not_end_the_others() -> None:
+    place = Place(MeetingRules(replicas=3, grace_s=10), list[str]().append)
+    members(place, 3)
+    place.outbox.clear()
+    here(place, 2, now=1.0, key="step 3")
+    here(place, 0, 1, now=1.0)
+    assert {*sent(place, "refused")} == {2}
+    place.tick(1.1)
+    assert {*sent(place, "go")} == {0, 1}
+
+
+def test_values_that_are_not_finite_are_given_to_nobody_and_all_go_back_once() -> None:
+    lines = list[str]()
+    place = Place(MeetingRules(replicas=2, grace_s=10), lines.append)
+    members(place, 2)
+    place.outbox.clear()
+    here(place, 0, 1, now=1.0, finite=False)
+    assert {*sent(place, "late")} == {0, 1}
+    for index in range(2):
+        place.hear(index, {**READY, "newest": [8, 4]}, 2.0)
+    began = sent(place, "begin")
+    assert len(began) == 1 and all(message["goes_back"] for message in began.values())
+    place.hear(1, {"is": "fetched"}, 2.0)
+    here(place, 0, 1, now=3.0, key="step 8", finite=False)
+    for index in range(2):
+        place.hear(index, {**READY, "newest": [12, 8]}, 4.0)
+    refused = sent(place, "refused")
+    assert {*refused} == {0, 1}
+    assert "no replica's values are finite after step 8, again right after they went back" in refused[0]["why"]
+
+
+def test_without_outer_parameters_values_that_are_not_finite_end_the_run_in_one_line() -> None:
+    place = Place(MeetingRules(replicas=1, grace_s=10), list[str]().append)
+    members(place, 1)
+    here(place, 0, now=1.0, finite=False)
+    place.outbox.clear()
+    place.hear(0, {**READY, "can_go_back": False}, 2.0)
+    assert "their policy keeps no outer parameters" in sent(place, "refused")[0]["why"]
+
+
+def test_the_healthy_one_gives_also_where_another_is_further() -> None:
+    place = Place(MeetingRules(replicas=2, grace_s=10), list[str]().append)
+    members(place, 2)
+    here(place, 1, now=1.0, finite=False)
+    place.hear(1, {**READY, "newest": [9, 9]}, 1.5)
+    place.outbox.clear()
+    place.lose(0, 2.0)
+    place.hear(5, HELLO, 2.5)
+    place.hear(5, READY, 2.5)
+    began = sent(place, "begin")
+    assert {*began} == {5} and not began[5]["goes_back"]
+
+
+def test_one_that_gets_its_state_from_a_replica_that_falls_silent_is_told_after_the_grace_period() -> None:
+    place = Place(MeetingRules(replicas=2, grace_s=10), list[str]().append)
+    members(place, 2)
+    assert {*sent(place, "join")} == {0}  # from 1, whose state is the newest
+    for now in (4.0, 8.0, 12.0):
+        place.hear(0, {"is": "beat"}, now)
+    assert {*sent(place, "giver lost")} == {0}
+    place.hear(0, READY, 12.0)
+    place.tick(13.0)
+    place.tick(22.0)
+    assert {*sent(place, "begin")} == {0}
+
+
+JUNK = {
+    "Infinity": [b'{"is":"hello","ranks":Infinity,"host":"h"}\n'],
+    "no fields": [b'{"is":"hello"}\n'],
+    "deep": [b"[" * 200_000 + b"\n"],
+    "newest": [encode(HELLO), b'{"is":"ready","facts":{},"newest":[Infinity,0],"can_go_back":true}\n'],
+    "facts": [encode(HELLO), encode({**READY, "facts": {"policy": "\ud800"}})],
+    "host": [encode({**HELLO, "host": "\ud800"})],
+    "twice": [encode(HELLO), encode(HELLO)],
+    "a rank twice": [encode({**HELLO, "token": "none"})],
+    "before hello": [b'{"is":"here","key":"k","last":true,"finite":true}\n'],
+    "done": [encode(HELLO), b'{"is":"done","attempt":0,"why":1}\n'],
+    "long": [b"x" * (3 << 20)],
+    "a word": [b'{"is":"met"}\n'],
+}
+
+
+def hears(connection: socket.socket, lines: Lines, word: str) -> None:
+    """With signs of life, until the place has said it."""
+    connection.settimeout(0.1)
+    end = time.monotonic() + 20
+    while True:
+        assert time.monotonic() < end, word
+        connection.sendall(b'{"is":"beat"}\n')
+        with contextlib.suppress(TimeoutError):
+            if any(message["is"] == word for message in lines.feed(connection.recv(1 << 16))):
+                return
+
+
+def is_closed(address: tuple[str, int], sends: list[bytes]) -> bool:
+    end = time.monotonic() + 5
+    with socket.create_connection(address, timeout=5) as bad:
+        try:
+            for line in sends:
+                bad.sendall(line)
+            while bad.recv(1 << 16):
+                if time.monotonic() > end:
+                    return False
+        except ConnectionError:
+            pass  # it closed with some of ours unread
+    return True
+
+
+def test_junk_ends_the_connection_that_it_came_by_and_nothing_else() -> None:
+    server = PlaceServer(MeetingRules(replicas=2, grace_s=1.5), port=0, say=lambda text: None)
+    stopped, address, lines = threading.Event(), ("127.0.0.1", server.port), Lines()
+    thread = threading.Thread(target=lambda: server.run(until=stopped.is_set), daemon=True)
+    thread.start()
+    try:
+        with socket.create_connection(address, timeout=10) as good:
+            good.sendall(encode(HELLO) + encode(READY))
+            hears(good, lines, "begin")
+            for name, sends in JUNK.items():
+                assert is_closed(address, sends) and thread.is_alive(), name
+                good.sendall(b'{"is":"beat"}\n')
+            with socket.create_connection(address, timeout=10) as other:  # now the place is full
+                other.sendall(encode(HELLO))
+                hears(other, Lines(), "welcome")
+                assert is_closed(address, JUNK["no fields"])
+            good.sendall(b'{"is":"here","key":"k","last":true,"finite":true}\n')
+            hears(good, lines, "go")
+    finally:
+        stopped.set()
+        thread.join(10)
+        server.close()
+
+
+@pytest.mark.parametrize("port", [-1, 65535, 70000])
+def test_ports_that_there_are_not_are_refused(port: int) -> None:
+    with pytest.raises(PlanError, match=f"--port {port}: give one from 1 to 65534"):
+        PlaceServer(MeetingRules(replicas=1), port=port, say=print)
+
+
+def test_a_place_goes_on_when_nobody_reads_what_it_prints() -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "meshkit", "meeting-place", "--port", "0", "--replicas", "1"]
+    place = subprocess.Popen(command, stdout=write)
+    os.close(write)
+    try:
+        with os.fdopen(read) as printed:
+            port = int(re.findall(r"port (\d+)", printed.readline())[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as one:
+            one.sendall(encode(HELLO) + encode(READY))
+            hears(one, Lines(), "begin")
+            one.sendall(b'{"is":"leave"}\n')
+        assert place.wait(20) == 0
+    finally:
+        place.kill()
+        place.wait()
 
 
 @pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[]\n", b'{"a": 1}\n', b"\xff\xfe\n"])

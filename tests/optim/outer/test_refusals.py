@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 import torch
 
 import meshkit as mk
 from meshkit.core.sharding import local_tensor
-from meshkit.errors import AgreementError, PlanError, StepError
+from meshkit.errors import AgreementError, MeetingError, PlanError, StepError
 from meshkit.mesh import replica_mesh
 from meshkit.models import LLAMA_PLAN
-from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, OuterOptimizer, Policy
+from meshkit.optim.outer import CO2, DiLoCo, LocalSGD, MeetingPlace, OuterOptimizer, Policy
 from tests.optim.outer.test_local_updates import data, model, sgd
 from tests.world import pool
 
@@ -80,10 +83,14 @@ def late_buffers() -> None:
     run = mk.parallelize(made, replica_mesh(mesh), plan=LLAMA_PLAN)
     with pytest.raises(PlanError, match="CO2 with a delay: 'average' is a buffer that replicas write"):
         OuterOptimizer(run, sgd(run.model), mesh, CO2())
-    outer = OuterOptimizer(run, sgd(run.model), mesh, DiLoCo(every=1, weights="equal"))
-    made.average += mesh["dp_replicate"].get_local_rank()
-    outer.step()
-    assert run.model.average.tolist() == [0.5] * 3  # averaged as it is, without the outer optimizer
+    for index, policy in enumerate((DiLoCo(every=1, weights="equal"), DiLoCo(every=1, weights="equal", wire="int4"))):
+        outer = OuterOptimizer(run, sgd(run.model), mesh, policy)
+        run.model.average.copy_(torch.tensor([0.1, 100.0, 3.0]) + mesh["dp_replicate"].get_local_rank())
+        outer.step()
+        wanted = torch.tensor([0.1, 100.0, 3.0]) + 0.5
+        # As it is: without the outer optimizer, and not rounded.
+        assert (run.model.average - wanted).abs().max() < 1e-6, index
+        assert outer.period.sent_bytes > outer.period.layouts[0].sizes[-1] == 3
 
 
 def test_a_run_on_all_replicas_is_refused() -> None:
@@ -115,3 +122,37 @@ def test_tokens_that_nobody_counted_are_no_weights() -> None:
 
 def test_buffers_are_averaged_and_refused_where_their_mean_would_come_late() -> None:
     pool(2).run(late_buffers)
+
+
+def plain_count() -> None:
+    run = mk.parallelize(model(), mk.init_mesh("dp_shard=1", device_type="cpu"), plan=LLAMA_PLAN)
+    with pytest.raises(PlanError, match=r"forward_backward\(count=\): it returned a int. Return a tensor"):
+        run.forward_backward(data(1, 1)[0][0], count=lambda batch: 3)  # type: ignore[arg-type, return-value]
+
+
+def test_a_count_that_is_no_tensor_is_refused_in_one_line() -> None:
+    pool(1).run(plain_count)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["http", "closes"])
+def test_what_is_no_meeting_place_is_told_in_one_line(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answered, args=(server, answer), daemon=True)
+        thread.start()
+        pool(1).run(not_a_place, server.getsockname()[1])
+        thread.join(10)
+
+
+def answered(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 10)
+        connection.sendall(answer)
+
+
+def not_a_place(port: int) -> None:
+    with pytest.raises(
+        MeetingError, match=f"what answers at 127.0.0.1:{port} is no meeting place: .* Give the port"
+    ) as told:
+        MeetingPlace(f"127.0.0.1:{port}", mk.init_mesh("dp_shard=1"), steps=1)
+    assert "\n" not in str(told.value)

@@ -105,7 +105,7 @@ def test_a_fragment_has_each_nth_block_and_what_is_in_none_goes_where_there_is_l
 
 class QuantizedMean:
     """Two hops in blocks: each replica's change with its error is rounded, the mean is rounded again, and the one that sums a
-    chunk takes the error of the mean. One tensor is a buffer of whole blocks; `owner` says who sums each of its elements."""
+    chunk takes the error of the mean. `owners` says who sums each element of a tensor."""
 
     def __init__(self, replicas: Replicas, bits: int, owners: dict[str, Tensor], feedback: bool) -> None:
         self.replicas, self.levels, self.owners, self.feedback = replicas, 2 ** (bits - 1) - 1, owners, feedback
@@ -134,14 +134,12 @@ class QuantizedMean:
 
 
 def owners_of(sizes: dict[str, tuple[int, ...]], replicas: int) -> dict[str, Tensor]:
-    """Who sums each element, where all tensors are one buffer of whole blocks."""
-    blocks = sum(-(-torch.Size(shape).numel() // BLOCK) for shape in sizes.values())
-    chunk = -(-blocks // replicas) * BLOCK
-    owners, offset = {}, 0
+    """Who sums each element: each tensor is cut into parts of as many whole blocks."""
+    owners = {}
     for name, shape in sizes.items():
         size = torch.Size(shape).numel()
-        owners[name] = (torch.arange(offset, offset + size) // chunk).view(shape)
-        offset += -(-size // BLOCK) * BLOCK
+        part = -(-size // (BLOCK * replicas)) * BLOCK
+        owners[name] = (torch.arange(size) // part).view(shape)
     return owners
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshkit.errors import MeetingError, PlanError
-from meshkit.optim.outer.place._rules import Lines, Message, encode
+from meshkit.optim.outer.place._messages import Lines, Message, encode
 
 LOOK_S = 0.1
 CONNECT_S = 60.0  # for the place to be there, which may be started together with the replicas

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from meshkit.core.waiting import waiting
-from meshkit.optim.outer._exchange import Exchange, Layout
+from meshkit.optim.outer._exchange import Exchange
 from meshkit.optim.outer._meets import Met, Sent
-from meshkit.optim.outer.place._rules import Message
+from meshkit.optim.outer.place._messages import Message
 
 if TYPE_CHECKING:
     from meshkit.optim.outer.place._meeting_place import MeetingPlace
@@ -92,7 +92,7 @@ class PlaceMeeting:
         try:
             brought = self._values_of(go)
         except Exception as error:  # of gloo, of the store: whatever it is, the place must know
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            why = "".join(filter(str.isprintable, f"{type(error).__name__}: {error}".splitlines()[0][:300]))
         self._place.link.messages.put({"is": "exchanged", "attempt": go["attempt"], "brought": brought, "why": why})
 
     def _values_of(self, go: Message) -> tuple[list[Tensor], list[Tensor] | None, tuple[str, Any] | None]:
@@ -104,6 +104,6 @@ class PlaceMeeting:
         known, group = self._place.group
         if known != name:
             group = self._place.gloo(name, go["index"], len(go["slots"]))
-        layout = Layout(sent.sizes, len(go["slots"]), sent.wire, sent.dtype)
+        layout = sent.layout(len(go["slots"]))
         exchange = Exchange(group, layout, self._payloads, weight=self._weight, step=sent.step, errors=errors)
         return exchange.finish(), errors, (name, group)

@@ -21,11 +21,11 @@ from meshkit.core.waiting import waiting
 from meshkit.errors import MeetingError, PlanError
 from meshkit.mesh import Mesh
 from meshkit.optim.outer._hand_on import Snapshot, receive, send
-from meshkit.optim.outer._meets import CameLate, Met, Sent
+from meshkit.optim.outer._meets import CameLate, Joined, Met, Sent
 from meshkit.optim.outer._policy import CO2, Policy, delay_of, fragments_of
 from meshkit.optim.outer.place._link import PlaceLink
 from meshkit.optim.outer.place._meeting import PlaceMeeting
-from meshkit.optim.outer.place._rules import Message
+from meshkit.optim.outer.place._messages import Message
 from meshkit.step import Run
 
 CONNECT = timedelta(seconds=60)
@@ -36,7 +36,7 @@ TRIES = 10  # to be given the others' state
 class MeetingPlace:
     """Replicas that are jobs of their own, and meet at `python -m meshkit meeting-place`: give it to `OuterOptimizer`.
 
-    address: host:port. mesh: of this job, without dp_replicate.
+    address: host:port. mesh: of this job, without dp_replicate. steps: after which the run ends, the same on all replicas.
     slot: of this replica, below `most`, by which it reads its part of the data: `data_rank` of `data_ranks`, as of a mesh
     with `most` replicas. last: the last meeting. Collectives of the mesh: to make it, and `leave`.
     Wire: a connection of each rank to the place; at a meeting, in gloo groups made for it, to the ranks with its place in the
@@ -45,7 +45,9 @@ class MeetingPlace:
     Raises: MeetingError where no place answers, or none has a slot; PlanError for a mesh with replicas.
     """
 
-    def __init__(self, address: str, mesh: Mesh) -> None:
+    hands_on = True
+
+    def __init__(self, address: str, mesh: Mesh, *, steps: int) -> None:
         if mesh.spec.dp_replicate > 1:
             raise PlanError(
                 f"MeetingPlace: the mesh has dp_replicate={mesh.spec.dp_replicate}, and each replica at a meeting place is "
@@ -57,6 +59,7 @@ class MeetingPlace:
         self._joins: list[Message] = []
         self._handing_on: dict[str, threading.Thread] = {}
         self._facts: dict[str, str] = {}
+        self._steps = steps
         self.link, welcome = self._enter(address)
         self.slot, self.most = int(welcome["slot"]), int(welcome["replicas"])
         self._timeout = timedelta(seconds=welcome["exchange_s"])
@@ -96,9 +99,9 @@ class MeetingPlace:
                 f"that comes could be given all. Give DiLoCo with a delay below {every // fragments}, or none."
             )
         run.mesh.agreement.meet("OuterOptimizer", facts={"policy": policy})
-        self._facts = {"policy": str(policy), "mesh": str(run.mesh.spec)}
+        self._facts = {"policy": str(policy), "mesh": str(run.mesh.spec), "number of steps": str(self._steps)}
 
-    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
+    def compare(self, run: Run, tensors: Mapping[str, Tensor], trained: set[str], facts: Mapping[str, str]) -> None:
         """Notes what replicas must have alike; values they get from one."""
         layout, frozen = hashlib.sha256(), hashlib.sha256()
         parameters = {id(param) for param in run.model.parameters()}
@@ -110,13 +113,14 @@ class MeetingPlace:
         count = sum(tensor.numel() for tensor in tensors.values())
         self._facts["model"] = f"{len(tensors)} tensors of {count:,} elements ({layout.hexdigest()[:12]})"
         self._facts["values that are not trained"] = frozen.hexdigest()[:12]
+        self._facts |= facts
 
     def begin(self, sent: Sent) -> PlaceMeeting:
         return PlaceMeeting(self, sent)
 
-    def join(self, newest: tuple[int, int]) -> Snapshot | None:
+    def join(self, newest: tuple[int, int], *, can_go_back: bool) -> Joined:
         for _ in range(TRIES):
-            self.link.send("ready", facts=self._facts, newest=newest)
+            self.link.send("ready", facts=self._facts, newest=newest, can_go_back=can_go_back)
             with waiting("the next meeting of the other replicas"):
                 message, snapshot = self._fetch()
             try:
@@ -124,7 +128,7 @@ class MeetingPlace:
             except CameLate:
                 continue
             self.link.send("fetched")
-            return given
+            return Joined(snapshot=given, goes_back=bool(message.get("goes_back")))
         raise MeetingError(f"{TRIES} times the replica whose state this one was to get was lost. Start it again.")
 
     def hand_on(self, make: Callable[[], Snapshot]) -> None:
@@ -230,6 +234,16 @@ class MeetingPlace:
         rank, ranks = self.mesh.rank, self.mesh.spec.world_size
         link.send("hello", token=token, rank=rank, ranks=ranks, host=socket.gethostname())
         message: Message = link.messages.get()
+        if message["is"] == "lost":
+            link.close()
+            return (
+                None,
+                {},
+                (
+                    f"what answers at {address} is no meeting place: {message['why']}. Give the port that python -m meshkit "
+                    "meeting-place prints, not the store's after it."
+                ),
+            )
         if message["is"] != "welcome":
             link.close()
             return None, {}, f"the meeting place {address} refuses this replica: {message['why']}."

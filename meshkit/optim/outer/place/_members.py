@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ class Member:
     standing: Standing = "coming"
     facts: dict[int, dict[str, str]] = field(default_factory=dict)
     newest: tuple[int, int] = (0, 0)
+    can_go_back: bool = False
+    """to outer parameters, from values that are not finite"""
+    is_poisoned: bool = False
+    """its values are not finite: it gives its state to nobody"""
     here: dict[int, Here] = field(default_factory=dict)
     done: dict[int, str] = field(default_factory=dict)
     """rank -> "" or why its exchange failed, in this attempt"""
@@ -50,17 +55,29 @@ class Member:
     def has_come(self) -> bool:
         return len(self.here) == self.ranks
 
+    @property
+    def key(self) -> str:
+        """Of the meeting that it is at."""
+        return next(each.key for each in self.here.values())
+
     def is_silent(self, now: float, limit_s: float) -> bool:
         """Whether one of its ranks is."""
         return now - min(self.heard.values()) > limit_s
 
-    def greet(self, rank: int, facts: dict[str, str], newest: tuple[int, int]) -> bool:
+    def greet(self, rank: int, facts: dict[str, str], newest: tuple[int, int], *, can_go_back: bool) -> bool:
         """A rank is ready for the others' state; whether all are."""
         if self.standing != "coming":  # it starts anew in this life: what it had said holds no more
             self.standing, self.facts = "coming", {}
-        self.facts[rank], self.newest = facts, newest
+        self.facts[rank], self.newest, self.can_go_back = facts, newest, can_go_back
         self.here, self.done = {}, {}
         return len(self.facts) == self.ranks
+
+
+def out_of_turn(members: list[Member]) -> tuple[list[Member], str]:
+    """(those that are at another meeting than most, that of most); of as many, the one with the lowest slot decides."""
+    counts = Counter(member.key for member in sorted(members, key=lambda each: each.slot))
+    (most, _), *_ = counts.most_common()
+    return [member for member in members if member.key != most], most
 
 
 def difference(member: Member, other: Member) -> str:

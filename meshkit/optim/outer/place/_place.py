@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from meshkit.optim.outer.place._members import Here, Member, difference
-from meshkit.optim.outer.place._rules import MeetingRules, Message
+from meshkit.optim.outer.place._members import Here, Member, difference, out_of_turn
+from meshkit.optim.outer.place._messages import Message
+from meshkit.optim.outer.place._rules import MeetingRules
 
 CAUSE_S = 1.0  # after an exchange has failed, for the connection of a lost rank to close, before the next one
 LATE_S = 5.0  # beyond the time of an exchange, for those who take part to say how it went
@@ -43,32 +44,37 @@ class Place:
         self._first_here: float | None = None
         self._short_since: float | None = None  # too few for a quorum
         self._ready_since: float | None = None  # nobody counts
+        self._went_back = False  # since the last meeting: nobody had finite values
         self._ticked: float | None = None
 
     # ------------------------------------------------------------------------------------------------- what happens
 
     def hear(self, connection: int, message: Message, now: float) -> None:
-        """Raises: KeyError, TypeError and ValueError for a message that is none."""
+        """message: `checked`. Raises: ValueError for one that does not come now, as a second hello."""
         word = message["is"]
         if word == "hello":
+            if connection in self._by_connection or connection in self._asking:
+                raise ValueError("it has said hello before")
             self._hello(connection, message, now)
             return
         if word == "beat" and connection not in self._by_connection:
             return  # of one that has no slot yet
+        if connection not in self._by_connection:
+            raise ValueError(f"{word} before it has a slot")
         member, rank = self._by_connection[connection]
         member.heard[rank] = now
         if word == "ready":
-            newest = (int(message["newest"][0]), int(message["newest"][1]))
-            if member.greet(rank, dict(message["facts"]), newest):
+            newest, can_go_back = (message["newest"][0], message["newest"][1]), message["can_go_back"]
+            if member.greet(rank, message["facts"], newest, can_go_back=can_go_back):
                 self._ready(member)
         elif word == "here":
             self._here(member, rank, message, now)
         elif word == "done" and message["attempt"] == self._attempt and member in self._meets:
-            member.done[rank] = str(message["why"])
+            member.done[rank] = message["why"]
             if member.done[rank] and self._failed_at is None:
                 self._failed_at = now
         elif word == "fetched":
-            member.giver = None
+            member.giver, member.is_poisoned = None, False
         elif word == "leave":
             self._leave(member)
         self.tick(now)
@@ -92,8 +98,10 @@ class Place:
             self._asking.pop(connection)
             self._hello(connection, message, now, since=since)
         for member in list(self._members.values()):
-            if member.standing == "in" and member.is_silent(now, self.rules.grace_s):
-                self._leave_behind(member, f"it said nothing for {self.rules.grace_s:g} s")
+            if member.is_silent(now, self.rules.grace_s):
+                self._part(member)
+                if member.standing == "in":
+                    self._leave_behind(member, f"it said nothing for {self.rules.grace_s:g} s")
         if self._meets:
             self._look_at_attempt(now)
         if not self._meets:
@@ -104,12 +112,14 @@ class Place:
     # ------------------------------------------------------------------------------------------------- coming, going
 
     def _hello(self, connection: int, message: Message, now: float, since: float | None = None) -> None:
-        if (token := message.get("token")) is not None:  # a further rank
+        if (token := message["token"]) is not None:  # a further rank
             member = next((each for each in self._members.values() if each.token == token), None)
             if member is None:
                 self._refuse(connection, "the first rank of this replica is gone")
-                return
-            self._attach(connection, member, int(message["rank"]), now)
+            elif message["rank"] in member.connections or message["rank"] >= member.ranks:
+                self._refuse(connection, f"{member} has no rank {message['rank']} that is missing")
+            else:
+                self._attach(connection, member, message["rank"], now)
             return
         slot = self._free_slot(now)
         if self.over:
@@ -123,9 +133,7 @@ class Place:
         elif slot is None:
             self._asking[connection] = message, now if since is None else since
         else:
-            member = Member(
-                slot=slot, token=secrets.token_hex(8), host=str(message["host"]), ranks=int(message["ranks"])
-            )
+            member = Member(slot=slot, token=secrets.token_hex(8), host=message["host"], ranks=message["ranks"])
             self._members[slot] = member
             self._attach(connection, member, 0, now)
 
@@ -186,13 +194,19 @@ class Place:
             self._by_connection.pop(connection, None)
             if end:
                 self._refuse(connection, why)
-        if member.giver is not None:
-            self._tell(member.giver, "gone", group=member.group)
-        for other in self._members.values():
-            if other.giver is member:
-                other.giver = None
-                self._tell(other, "giver lost", group=other.group)
+        self._part(member)
         self._stop(member)
+
+    def _part(self, member: Member) -> None:
+        """It gives its state to nobody any more, and is given none: neither it nor the others wait for that."""
+        for other in list(self._members.values()):
+            if other.giver is not None and member in (other, other.giver):
+                self._tell(other, "giver lost", group=other.group)
+                self._tell(other.giver, "gone", group=other.group)
+                other.giver = None
+        if member.giver is not None:  # of one that is no member any more
+            self._tell(member.giver, "gone", group=member.group)
+            member.giver = None
 
     def _leave_behind(self, member: Member, reason: str) -> None:
         """The others go on without it; when it says that it is here, it is told."""
@@ -214,21 +228,14 @@ class Place:
         if member.standing != "in":
             self._send(member.connections[rank], "late", reason=member.reason or "the others went on without it")
             return
-        here = Here(key=str(message["key"]), last=bool(message["last"]), finite=bool(message["finite"]))
-        other = next((each.here[rank].key for each in self._members.values() if rank in each.here), here.key)
-        if here.key != other:
-            for connection in member.connections.values():
-                self._refuse(
-                    connection,
-                    f"this replica meets at {here.key}, and the others at {other}. Give all the same steps and flags",
-                )
-            self._forget(member, "", end=False)
-            self._say(f"{member} is refused: it meets at {here.key}, and the others at {other}")
-            return
+        here = Here(key=message["key"], last=message["last"], finite=message["finite"])
+        if any(each.key != here.key for each in member.here.values()):
+            raise ValueError("its ranks are at different meetings")
         member.here[rank] = here
         if self._first_here is None:
             self._first_here = now
         if member.has_come and not all(each.finite for each in member.here.values()):
+            member.is_poisoned = True
             self._leave_behind(member, "its values are not finite")
 
     def _look_at_meeting(self, now: float) -> None:
@@ -242,6 +249,13 @@ class Place:
         assert self._first_here is not None
         missing = [member for member in counted if not member.has_come]
         if missing and now - self._first_here < self.rules.grace_s:
+            return
+        apart, most = out_of_turn(come)
+        for member in apart:
+            why = f"it meets at {member.key}, and the others at {most}"
+            self._end([member], f"this replica is out of turn: {why}. Give all the same steps and flags")
+            self._say(f"{member} is refused: {why}")
+        if apart:
             return
         ready = [member for member in self._members.values() if member.standing == "ready"]
         if len(come) + len(ready) < self.rules.quorum:
@@ -264,8 +278,11 @@ class Place:
         count, rules = len(members), self.rules
         text = f"{count} of a quorum of {rules.quorum} replicas came within {rules.patience_s:g} s"
         self._say(f"{text}: they end")
-        for member in members:
-            self._forget(member, f"{text}. Start more, and these anew", end=True)
+        self._end(members, f"{text}. Start more, and these anew")
+
+    def _end(self, members: list[Member], why: str) -> None:
+        for member in list(members):
+            self._forget(member, why, end=True)
 
     def _begin(self, come: list[Member], now: float) -> None:
         """An attempt, of those who are there."""
@@ -292,15 +309,14 @@ class Place:
                 text = f"replicas {[each.slot for each in self._meets]} do not reach each other: {why}"
                 self._say(f"{text}: they end")
                 self._failing_since = None
-                for member in list(self._meets):
-                    self._forget(member, text, end=True)
+                self._end(self._meets, text)
             self._meets = []  # and another attempt, of those who are there
         elif now - self._attempt_at > self.rules.exchange_s + LATE_S:
             for member in [each for each in self._meets if len(each.done) < each.ranks]:
                 self._leave_behind(member, f"its exchange did not end within {self.rules.exchange_s:g} s")
 
     def _commit(self, now: float) -> None:
-        met, self._meets = self._meets, []
+        met, self._meets, self._went_back = self._meets, [], False
         assert self._first_here is not None
         last = all(here.last for member in met for here in member.here.values())
         joins = self._hand_on(met) if last else []
@@ -339,10 +355,24 @@ class Place:
         if len(ready) < self.rules.replicas and waited_s < self.rules.grace_s:
             return
         self._ready_since = self._first_here = None
-        first = max(ready, key=lambda member: (member.newest, -member.slot))
-        first.standing = "in"
+        healthy = [member for member in ready if not member.is_poisoned]
+        first = max(healthy or ready, key=lambda member: (member.newest, -member.slot))
+        if not healthy:
+            why = (
+                "again right after they went back" if self._went_back else "and their policy keeps no outer parameters"
+            )
+            if self._went_back or not first.can_go_back:
+                text = f"no replica's values are finite after step {first.newest[1]}, {why}"
+                self._say(f"{text}: they end")
+                self._end(ready, f"{text}. Go on from a checkpoint before it, and let a NonFiniteGuard skip such steps")
+                return
+            self._went_back = True
+            self._say(
+                f"no replica's values are finite after step {first.newest[1]}: they go back to their last meetings"
+            )
+        first.standing, first.is_poisoned = "in", False
         joins = self._hand_on([first])
-        self._tell(first, "begin", joins=joins)
+        self._tell(first, "begin", joins=joins, goes_back=not healthy)
         self._say(f"{first} has the newest state, after step {first.newest[1]}; {self._counted()}")
 
     # ------------------------------------------------------------------------------------------------------- sending

@@ -1,17 +1,12 @@
-"""What a meeting place is told (quorum, grace period), and how replicas and it write to each other: lines of JSON."""
+"""What a meeting place is told: how many replicas, a quorum, a grace period, and how long an exchange may take."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
-from typing import Any
 
 from meshkit.errors import PlanError
 
-MOST_BYTES = 1 << 20
-"""of a message"""
-Message = dict[str, Any]
+LEAST_S, MOST_S = 1e-3, 1e7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,31 +31,12 @@ class MeetingRules:
                 "replicas."
             )
         for name in ("grace_s", "exchange_s", "patience_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise PlanError(f"meeting-place --{name.removesuffix('_s')} {value}: give seconds above 0.")
+            if not LEAST_S <= (value := getattr(self, name)) <= MOST_S:
+                raise PlanError(
+                    f"meeting-place --{name.removesuffix('_s')} {value}: give seconds from {LEAST_S} to {MOST_S:.0f}."
+                )
 
     @property
     def beat_s(self) -> float:
         """Between two signs of life, of which some may come late."""
         return min(1.0, self.grace_s / 5)
-
-
-def encode(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-class Lines:
-    """Messages out of the bytes of a connection, as they come."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, received: bytes) -> list[Message]:
-        """Raises: ValueError for what is none."""
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if len(self._rest) > MOST_BYTES:
-            raise ValueError("a message without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) and isinstance(message.get("is"), str) for message in messages):
-            raise ValueError("not a message")
-        return messages

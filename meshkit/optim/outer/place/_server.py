@@ -11,9 +11,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from meshkit.errors import PlanError
+from meshkit.optim.outer.place._messages import Lines, checked, encode
 from meshkit.optim.outer.place._place import Place
-from meshkit.optim.outer.place._rules import Lines, MeetingRules, encode
+from meshkit.optim.outer.place._rules import MeetingRules
 
+MOST_PORT = 65535
 LOOK_S = 0.02
 LINGER_S = 2.0  # after the run has ended, for those who still come to be told
 
@@ -22,6 +24,11 @@ class PlaceServer:
     """Listens on `port` and, for the store, on the next one; with port 0 on two that are free."""
 
     def __init__(self, rules: MeetingRules, *, port: int, say: Callable[[str], None]) -> None:
+        if not 0 <= port < MOST_PORT:
+            raise PlanError(
+                f"meeting-place --port {port}: give one from 1 to {MOST_PORT - 1}, as the next one is used too, or 0 for two "
+                "that are free."
+            )
         try:
             self._listener = socket.create_server(("", port), backlog=1024)
             self.store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -81,10 +88,10 @@ class PlaceServer:
             received = self._sockets[connection].recv(1 << 16)
             messages = self._lines[connection].feed(received)
             for message in messages:
-                self.place.hear(connection, message, time.monotonic())
+                self.place.hear(connection, checked(message), time.monotonic())
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError, IndexError):  # gone, or nobody who belongs here
+        except (OSError, ValueError):  # gone, or nobody who belongs here
             received = b""
         if not received:
             self._end(connection)

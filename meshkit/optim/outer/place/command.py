@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
-from functools import partial
 
 from meshkit.optim.outer.place._rules import MeetingRules
 from meshkit.optim.outer.place._server import PlaceServer
@@ -38,12 +39,22 @@ def command(options: MeetingPlaceOptions) -> None:
         exchange_s=options.exchange,
         patience_s=options.patience,
     )
-    server = PlaceServer(rules, port=options.port, say=partial(print, flush=True))
-    print(f"meeting place on port {server.port}: {rules}", flush=True)
+    server = PlaceServer(rules, port=options.port, say=_say)
+    _say(f"meeting place on port {server.port}: {rules}")
     try:
         server.run()
     except KeyboardInterrupt:
         pass
     finally:
         server.close()
-    print("the run has ended" if server.place.over else "the meeting place was ended", flush=True)
+    _say("the run has ended" if server.place.over else "the meeting place was ended")
+
+
+def _say(text: str) -> None:
+    """Whoever read it may be gone, or its disk full, or its encoding without a letter: the replicas go on meeting."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # so that the end of the process does not fail either
+    except (OSError, ValueError):
+        pass
