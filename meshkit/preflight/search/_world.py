@@ -459,7 +459,8 @@ class World:
 
     def drop_best(self) -> None:
         """It does not fit, as the traced estimate says."""
-        self.tried.remove(self.best)  # type: ignore[arg-type]
+        assert self.best is not None, "what is dropped was found"
+        self.tried.remove(self.best)
         self.unfit += 1
         fitting = [each for each in self.tried if each.fits(self.device_bytes)]
         self.best = min(fitting, key=lambda each: each.cost, default=None)
