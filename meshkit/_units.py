@@ -15,7 +15,7 @@ from meshkit.memory import chunk_mlp, fp8_linears, treat
 from meshkit.memory.offload import offload_activations
 from meshkit.mesh import Mesh
 from meshkit.parallel.data import fully_shard, gather_around, kept_units, prefetch_gathers
-from meshkit.parallel.expert import in_expert_view
+from meshkit.parallel.expert import begin_ahead, in_expert_view
 from meshkit.parallel.pipeline import split_linears
 from meshkit.parallel.same_units import SameUnits
 from meshkit.parallel.shardings import shard_mesh
@@ -80,10 +80,24 @@ def shard_units(
         precision=precision,
         policy=policy,
     )
+    if experts and resolved.strategy.experts.follows_load:
+        begin_ahead(_runs_of_blocks(resolved, names, blocks, experts))
     # With pp parameters are gathered once a step, before the host waits for anything.
     if experts and resolved.cut is None:
         inside = [[names[name] for name in experts if name.startswith(f"{block}.")] for block in blocks]
         prefetch_gathers([[names[block], *others] for block, others in zip(blocks, inside, strict=True)])
+
+
+def _runs_of_blocks(
+    resolved: Resolved, names: dict[str, nn.Module], blocks: list[str], experts: list[str]
+) -> list[list[tuple[nn.Module, nn.Module]]]:
+    """(block, its experts) in order, those of each stage apart: between two stages a rank does other things."""
+    runs: dict[int | None, list[tuple[nn.Module, nn.Module]]] = {}
+    for block in blocks:
+        stage = None if resolved.cut is None else resolved.cut.stages.stage_of(block)
+        inside = [(names[block], names[name]) for name in experts if name.startswith(f"{block}.")]
+        runs.setdefault(stage, []).extend(inside)
+    return list(runs.values())
 
 
 def watch(model: nn.Module, mesh: Mesh, resolved: Resolved, blocks: list[str], asked: AskedOnce) -> SameUnits | None:

@@ -13,9 +13,12 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from meshkit.errors import PlanError
+
 _KEY = "_meshkit_full_model"
 _GROUP = "_meshkit_group"
 _NOTES = "_meshkit_notes"
+_DISPLACED = "_meshkit_displaced"
 
 
 class Notes(Protocol):
@@ -56,7 +59,9 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     """The single-device model's `state_dict`, with the tensors themselves, tied ones under each of their names.
 
     Tensors of other ranks' stages are on meta.
+    Raises: PlanError where parts of tensors are in other places than the single-device model has them.
     """
+    _refuse_displaced(module)
     local_state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     full = full_model_of(module)
     if full is None:
@@ -75,7 +80,9 @@ def copies_of(module: nn.Module) -> dict[str, str]:
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank holds, by single-device name, each once, sharded as the optimizer
     sees them.
+    Raises: PlanError where parts of tensors are in other places than the single-device model has them.
     """
+    _refuse_displaced(module)
     # `state_dict` comes first for its side effect: FSDP puts its shards back for it. After an evaluation the root unit is
     # still gathered, and its parameters would be unsharded copies, which the optimizer does not update; and after a load the
     # next forward would use the old copies.
@@ -83,6 +90,16 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     copies = copies_of(module)
     return {**{copies.get(name, name): param.detach() for name, param in module.named_parameters()}, **buffers}
+
+
+def set_displaced(module: nn.Module, why: str) -> None:
+    """Say that parts of tensors are in other places than the single-device model has them; empty: that none are."""
+    module.__dict__[_DISPLACED] = why
+
+
+def _refuse_displaced(module: nn.Module) -> None:
+    if why := module.__dict__.get(_DISPLACED):
+        raise PlanError(why)
 
 
 def set_group(module: nn.Module, group: ProcessGroup) -> None:

@@ -38,7 +38,7 @@ from meshkit.parallel.data import (
     reduce_whole,
     restored_on_error,
 )
-from meshkit.parallel.expert import note_counts, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.expert import end_step, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
 from meshkit.parallel.later import LaterChanges
 from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
@@ -241,7 +241,8 @@ class Run:
         self.local_loss = total
         self.tokens_seen = self.tokens_seen + self.valid_tokens
         self.expert_counts = step_counts(self.model, reports, self.mesh, sequence=self.resolved.sequence)
-        note_counts(self.model, self.expert_counts)
+        if self.strategy.experts.follows_load:
+            end_step(self.model)
         self.dropped_share = step_dropped(reports, self.mesh) if self.strategy.experts.capacity is not None else None
         self.auxiliary = step_losses(reports, self.mesh, tokens, sequence=self.resolved.sequence)
         if watch is not None:

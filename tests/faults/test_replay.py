@@ -277,7 +277,7 @@ CHOICES = [
     Cell(mesh="tp=2 dp_shard=2", sequence=True, memory=kept(loss=CHUNKS), microbatches=2, vocab=61),
     Cell(mesh="cp=2", documents=True, context=mk.strategy.ContextPolicy(scheme="ulysses")),
     Cell(mesh="dp_shard=2 tp=2 etp=2", layers=3, moe=Moe(balance=0.1, shared=24), recompute="full"),
-    Cell(mesh="dp_shard=2 ep=2", layers=3, moe=Moe(balance=0.1), hot=1, microbatches=2),
+    Cell(mesh="dp_shard=2 ep=2", layers=3, moe=Moe(balance=0.1), copies=1, microbatches=2),
 ]
 MORE_CHOICES = [
     Cell(mesh="tp=2", sequence=True, dtype="float32", memory=kept(precision=FP8), hidden_mlp=64),

@@ -60,7 +60,7 @@ EVERYTHING = Strategy(
     data=DataPolicy(gather="fp8", reduce="int4", feedback=False),
     sequence=True,
     context=ContextPolicy(scheme="ring", slack=0.1),
-    experts=ExpertPolicy(capacity=Capacity(factor=1.5), hot=0),
+    experts=ExpertPolicy(capacity=Capacity(factor=1.5), copies=0),
     pipeline=PipelinePolicy(schedule="zb-h1", stages=(1, 2)),
     microbatches=4,
     compile="aot_eager",
@@ -456,7 +456,7 @@ REFUSED |= {
         {"experts": ExpertPolicy(capacity=Capacity(factor=1.0))},
         r"ExpertPolicy\(capacity=.*\), but the plan has no experts",
     ),
-    "hot experts without experts": (llama, "dp_shard=2", {"experts": ExpertPolicy(hot=1)}, "the plan has no experts"),
+    "hot experts without experts": (llama, "dp_shard=2", {"experts": ExpertPolicy(copies=1)}, "the plan has no experts"),
     "recompute without blocks": (
         Own,
         "dp_shard=2",

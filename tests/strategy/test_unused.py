@@ -34,7 +34,9 @@ TOP, SLASH = BlockTopK(block=64, top=16), VerticalSlash(block=64, vertical=8, sl
         (lambda: Recompute(mode="none", every=2), "no block is treated, so not every 2-th either"),
         (lambda: ActivationOffload(staging=1 << 20), 'staging=1048576\\) is host memory for writes of to="disk"'),
         (lambda: ChunkedLoss(tokens=64, backend="liger"), "liger chooses its own chunks"),
-        (lambda: ExpertPolicy(history=9), "history=9 is how hot experts are found, but hot=0"),
+        (lambda: ExpertPolicy(history=9), "history=9 is how busy experts are found, but copies=0"),
+        (lambda: ExpertPolicy(target=1.2), "target=1.2 is when copies are enough, but copies=0 makes none"),
+        (lambda: ExpertPolicy(copies=1, spare=1), "spare=1 .* beyond its share, with owners='fixed'"),
         (
             lambda: ContextPolicy(scheme="ring", kv_heads_per_gather=2),
             "kv_heads_per_gather=2 is of the scheme all_gather, but this one is 'ring'",

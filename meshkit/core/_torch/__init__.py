@@ -27,6 +27,7 @@ from .dtensor import dtensor_of as dtensor_of
 from .dtensor import global_offset as global_offset
 from .dtensor import hiding_shape_propagation as hiding_shape_propagation
 from .dtensor import local_shard as local_shard
+from .dtensor import set_local as set_local
 from .dtensor import shard_object as shard_object
 from .fsdp import abandon_step as abandon_step
 from .fsdp import after_unit_backwards as after_unit_backwards

@@ -62,6 +62,15 @@ def dtensor_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = 
     return DTensor(local, spec, requires_grad=False)
 
 
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor another shard, in place, of as many rows as the owner of this shard says; whoever asks the DTensor for
+    sizes and offsets of shards is told what its placements say.
+
+    Private: DTensor._local_tensor. Checked: 2.11, 2.15. Replaced by: nothing yet.
+    """
+    tensor._local_tensor = local
+
+
 # [Note: gradients of uneven shards]
 # Autograd accumulates a gradient as it comes only if its layout is the parameter's; otherwise it copies it, and a copy of a
 # DTensor to another layout is a collective that leaves the full gradient on every rank. On 2.11 the backward of `to_local`

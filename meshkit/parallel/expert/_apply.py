@@ -52,7 +52,7 @@ def expert_parallel(
     experts as it is, with `num_experts` their number: that each expert reads its own slice of the stacks is the contract.
     tp: the axis of tensor parallelism of the rest of the model. Without sequence=True its ranks have the same tokens, and
     each dispatches an equal share of them.
-    policy: capacity of experts, copies of busy experts, padded rows, another dispatcher.
+    policy: capacity of experts, copies of busy experts, owners by load, padded rows, another dispatcher.
     Gradients are sums over all tokens, as everywhere: those of an expert's replicas on edp add up, nothing is divided.
     Wire: see `AllToAll`, with max_rows `PaddedAllToAll`; with tp and without sequence, also an all-gather over tp in each
     direction; with etp, where gate and up are halves of one parameter, an all-to-all over etp of the rows of it that other
@@ -94,6 +94,8 @@ def plan_experts(
         )
     if layouts:
         policy.refuse_misfit(ep=ep, etp=etp)
+    for name, layout in layouts.items():
+        policy.refuse_other_number(name, layout.experts)
     if ep * etp * tp > 1:
         modules = dict(module.named_modules(remove_duplicate=False))
         prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
@@ -113,8 +115,9 @@ def _share(
         add_compute(module)
     # Hot experts go first: they remember the module's class before it is patched, and compute their copies with it.
     dispatcher = _dispatcher(layout.experts, mesh, policy)
-    if policy.hot and isinstance(dispatcher, AllToAll):
-        set_hot_experts(module, HotExperts(module, dispatcher, policy.hot, policy.history))
+    if policy.follows_load and isinstance(dispatcher, AllToAll):
+        sends_views = bool(layout.packed) and mesh.ndim == 2 and mesh.size(1) > 1
+        set_hot_experts(module, HotExperts(module, dispatcher, policy, sends_views))
     params = dict(module.named_parameters(recurse=False))
     views = local_views(module, layout, mesh) if mesh.size() > 1 else {}
     dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]

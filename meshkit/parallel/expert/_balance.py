@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshkit.errors import PlanError
 from meshkit.mesh import Mesh
@@ -18,7 +18,8 @@ from meshkit.moe.aux_loss import Collected, update_bias
 from meshkit.moe.real_tokens import real_tokens
 from meshkit.moe.replay import place_routers
 from meshkit.parallel.expert._apply import in_expert_view
-from meshkit.parallel.expert._dispatch import experts_of
+from meshkit.parallel.expert._dispatch import nodes_of
+from meshkit.parallel.expert._placement import Placement
 
 Noted = Sequence[tuple[Collected, float]]
 """(report of a forward, weight of its loss) for each forward of a step; weight 0 marks a stand-in for an empty microbatch."""
@@ -65,21 +66,27 @@ def share_counts(module: nn.Module, mesh: Mesh, *, sequence: bool, full: nn.Modu
         if token_groups(mesh, sequence=sequence):
             router.real_tokens = torch.compiler.disable(partial(_real_tokens, part=part, parts=parts))
         # Routing by locality is a choice of the mesh: experts on this node cost no slow link.
-        router.near = _near(router.config.experts, mesh)
+        ep = mesh["ep"] if in_expert_view(mesh.spec) else None
+        owners = Placement.contiguous(router.config.experts, mesh.spec.ep).owners
+        router.near = _near(owners, ep)
     if full is not None:
         place_routers(module, full, part=part, parts=parts)
 
 
-def _near(experts: int, mesh: Mesh) -> list[bool] | None:
+def _near(owners: Sequence[int], ep: DeviceMesh | None) -> list[bool] | None:
     """For each expert, whether a rank of this node holds it; None if this holds for all."""
-    ep = mesh["ep"] if in_expert_view(mesh.spec) else None
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.spec.world_size))
     if ep is None or ep.size() == 1:
         return None
-    nodes = [rank // per_node for rank in dist.get_process_group_ranks(ep.get_group())]
-    owners = {expert: rank for rank in range(ep.size()) for expert in experts_of(experts, ep.size(), rank)}
-    near = [nodes[owners[expert]] == nodes[ep.get_local_rank()] for expert in range(experts)]
+    nodes = nodes_of(ep.get_group())
+    near = [nodes[owner] == nodes[ep.get_local_rank()] for owner in owners]
     return None if all(near) else near
+
+
+def place_near(model: nn.Module, experts: str, owners: Sequence[int], mesh: Mesh) -> None:
+    """Tell the routers beside a module of experts, whose owners have changed, which experts are on this rank's node."""
+    for name, router in model.named_modules():
+        if hasattr(router, "reduce_counts") and name.rpartition(".")[0] == experts.rpartition(".")[0]:
+            router.near = _near(owners, mesh["ep"])  # type: ignore[assignment]
 
 
 def _real_tokens(scores_BTE: Tensor, part: int, parts: int) -> Tensor | None:

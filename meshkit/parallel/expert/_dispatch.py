@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from typing import Any, Protocol, Self
 
@@ -17,9 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshkit.core import _torch
 from meshkit.core.sharding import chunk
 from meshkit.core.to_device import copy_to_host, tensor_on
+from meshkit.mesh.world import ranks_per_node
 from meshkit.moe.aux_loss import report_dropped
 from meshkit.moe.routing import Overlapped, Routing, combine, sort_by_expert, take_rows
 from meshkit.parallel.expert._exchange import exchange, gather_rows, scatter_sum_rows
+from meshkit.parallel.expert._placement import Placement
+from meshkit.parallel.expert._shares import Shares, share_rows
 from meshkit.strategy import Capacity
 
 Compute = Callable[[Tensor, Any], Tensor]
@@ -67,11 +72,13 @@ class DispatchPlan:
     """How many rows each rank sends to each other. Every rank of ep x etp has the same counts, so no sizes are negotiated.
 
     counts[i][j][e]: (token, choice) pairs for expert e on the rank at coordinate (i, j) of ep x etp.
-    coordinate: of this rank.
+    coordinate: of this rank. placement: None for equal runs of experts. nodes: for each rank of ep; None for one node.
     """
 
     counts: list[list[list[int]]]
     coordinate: tuple[int, int]
+    placement: Placement | None = None
+    nodes: tuple[int, ...] | None = None
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -82,19 +89,35 @@ class DispatchPlan:
         """Pairs of this rank, for each expert."""
         return self.counts[self.coordinate[0]][self.coordinate[1]]
 
-    def experts_of(self, rank: int) -> range:
-        """The experts of one rank of ep."""
-        return experts_of(len(self.counts[0][0]), self.ranks[0], rank)
+    @cached_property
+    def table(self) -> Placement:
+        return self.placement or Placement.contiguous(len(self.counts[0][0]), self.ranks[0])
+
+    @cached_property
+    def shares(self) -> Shares:
+        """Of copied experts; sources are in the order of ep x etp, etp fastest."""
+        sources = [of_rank for of_ep in self.counts for of_rank in of_ep]
+        return share_rows(self.table, sources, self.nodes or (0,) * self.ranks[0], self.ranks[1])
+
+    def rows(self, source: tuple[int, int], rank: int) -> list[int]:
+        """Rows that a rank at this coordinate sends to a rank of ep, of each expert there."""
+        i, j = source
+        of_source, index = self.counts[i][j], i * self.ranks[1] + j
+        return [
+            self.shares[expert][index][self.table.holders[expert].index(rank)]
+            if expert in self.shares
+            else of_source[expert]
+            for expert in self.table.on[rank]
+        ]
 
     def sent(self) -> list[int]:
         """Rows that this rank sends to each rank of ep."""
-        return [sum(self.local_counts[expert] for expert in self.experts_of(rank)) for rank in range(self.ranks[0])]
+        return [sum(self.rows(self.coordinate, rank)) for rank in range(self.ranks[0])]
 
     def received(self, etp: int | None = None) -> list[int]:
         """Rows that arrive from each rank of ep. etp: at which of this rank's peers on etp; default: at this rank."""
         j = self.coordinate[1] if etp is None else etp
-        experts = self.experts_of(self.coordinate[0])
-        return [sum(source[j][expert] for expert in experts) for source in self.counts]
+        return [sum(self.rows((i, j), self.coordinate[0])) for i in range(self.ranks[0])]
 
     def gathered(self) -> list[int]:
         """Rows that each rank of etp has after the all-to-all."""
@@ -102,22 +125,24 @@ class DispatchPlan:
 
     def runs(self) -> list[int]:
         """Lengths of the runs of rows of one expert, in the order of the rows after the gather over etp."""
-        experts = self.experts_of(self.coordinate[0])
-        return [source[j][expert] for j in range(self.ranks[1]) for source in self.counts for expert in experts]
-
-    def without(self, experts: Iterable[int]) -> DispatchPlan:
-        """The plan without the rows of these experts."""
-        excluded = set(experts)
-        counts = [
-            [[0 if expert in excluded else count for expert, count in enumerate(of_rank)] for of_rank in sources]
-            for sources in self.counts
-        ]
-        return DispatchPlan(counts, self.coordinate)
+        sources = [(i, j) for j in range(self.ranks[1]) for i in range(self.ranks[0])]
+        return [count for source in sources for count in self.rows(source, self.coordinate[0])]
 
     def per_expert(self) -> list[int]:
-        """Rows of each local expert, from all ranks."""
-        experts = self.experts_of(self.coordinate[0])
-        return [sum(source[expert] for sources in self.counts for source in sources) for expert in experts]
+        """Rows of each expert that this rank computes, from all ranks."""
+        experts, runs = len(self.table.on[self.coordinate[0]]), self.runs()
+        return [sum(runs[place::experts]) for place in range(experts)]
+
+    def segments(self) -> tuple[list[int], list[int]]:
+        """(first rows, lengths) in rows that are sorted by expert, in the order in which this rank sends them."""
+        first = [end - count for end, count in zip(accumulate(self.local_counts), self.local_counts, strict=True)]
+        starts, lengths = [], []
+        for rank in range(self.ranks[0]):
+            for expert, count in zip(self.table.on[rank], self.rows(self.coordinate, rank), strict=True):
+                starts.append(first[expert])
+                lengths.append(count)
+                first[expert] += count  # what is left is for the next holder
+        return starts, lengths
 
 
 @dataclass(frozen=True)
@@ -151,13 +176,31 @@ class AllToAll:
         return cls(experts, ep_etp, mesh.get_group(0), mesh.get_group(1), capacity)
 
     def __call__(self, x_NC: Tensor, routing: Routing, compute: Compute, meanwhile: Overlapped | None = None) -> Tensor:
+        return self.place(x_NC, routing, None, lambda plan: compute, meanwhile)
+
+    def place(
+        self,
+        x_NC: Tensor,
+        routing: Routing,
+        placement: Placement | None,
+        compute_of: Callable[[DispatchPlan], Compute],
+        meanwhile: Overlapped | None = None,
+    ) -> Tensor:
+        """The call, with experts placed otherwise than in equal runs. compute_of: what computes the experts of this rank, in
+        the order of `Placement.on`."""
         order_M, counts_E = kept_pairs(routing, self.experts, self.capacity)
-        counts = self.gather_counts(counts_E)
-        # What the device does while the counts come to the host.
-        rows_MC = take_rows(x_NC, order_M, choices=routing.experts_NK.shape[-1])
-        plan = self.plan(counts)
-        order_M, rows_MC = _without_dropped(order_M, rows_MC, sum(plan.local_counts))
-        return combine(self.send_and_compute(rows_MC, plan, compute, meanwhile), order_M, routing.weights_NK)
+        counts, choices = self.gather_counts(counts_E), routing.experts_NK.shape[-1]
+        if placement is None or placement.in_order:
+            # What the device does while the counts come to the host.
+            rows_MC = take_rows(x_NC, order_M, choices=choices)
+            plan = self.plan(counts, placement)
+            order_M, rows_MC = _without_dropped(order_M, rows_MC, sum(plan.local_counts))
+        else:
+            plan = self.plan(counts, placement)
+            order_M = order_M.index_select(0, _joined(*plan.segments(), order_M.device))
+            rows_MC = take_rows(x_NC, order_M, choices=choices)
+        out_MC = self.send_and_compute(rows_MC, plan, compute_of(plan), meanwhile)
+        return combine(out_MC, order_M, routing.weights_NK)
 
     def send_and_compute(
         self, rows: Tensor, plan: DispatchPlan, compute: Compute, meanwhile: Overlapped | None = None
@@ -181,12 +224,26 @@ class AllToAll:
         dist.all_gather_into_tensor(counts, counts_E.unsqueeze(0), group=self.ep_etp)
         return copy_to_host(counts)
 
-    def plan(self, counts: Callable[[], Tensor]) -> DispatchPlan:
+    def plan(self, counts: Callable[[], Tensor], placement: Placement | None = None) -> DispatchPlan:
         """counts: of `gather_counts`. The only place where the host waits for the device."""
         etp = 1 if self.etp is None else self.etp.size()
         coordinate = divmod(dist.get_rank(self.ep_etp), etp)
         by_rank = rearrange(counts(), "(ep etp) e -> ep etp e", etp=etp)
-        return DispatchPlan(by_rank.tolist(), coordinate)
+        return DispatchPlan(by_rank.tolist(), coordinate, placement, nodes_of(self.ep))
+
+
+def nodes_of(group: ProcessGroup) -> tuple[int, ...]:
+    """The node of each rank of a group."""
+    per_node = ranks_per_node()
+    return tuple(rank // per_node for rank in dist.get_process_group_ranks(group))
+
+
+def _joined(starts: list[int], lengths: list[int], device: torch.device) -> Tensor:
+    """The indices of runs, one after the other."""
+    moved = [start - before for start, before in zip(starts, accumulate([0, *lengths]), strict=False)]
+    # `output_size`: without it the host would wait for the device to learn the sum.
+    shift, rows = tensor_on(lengths, device), sum(lengths)
+    return torch.arange(rows, device=device) + tensor_on(moved, device).repeat_interleave(shift, output_size=rows)
 
 
 def _without_dropped(order_M: Tensor, rows_MC: Tensor, kept: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from meshkit.core.waiting import waiting
 from meshkit.moe.routing import Overlapped
 
 Move = Callable[[Tensor], Tensor]
-_once = once_differentiable(
+once = once_differentiable(
     "the messages of experts in backward have no gradient of their own.", "Use a mesh without ep and etp"
 )
 
@@ -78,7 +78,7 @@ class _Mirrored(torch.autograd.Function):
         return forward_move(rows)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.backward_move(grad), None, None
 
@@ -121,7 +121,7 @@ class _Start(torch.autograd.Function):
         return pair.start(rows, pair.sent, pair.received)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.pair.wait(), None
 
@@ -134,7 +134,7 @@ class _Wait(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.pair.start(grad, ctx.pair.received, ctx.pair.sent)
         return grad, None  # a stand-in of the right shape: `_Start.backward` returns the gradients that arrive

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshkit.core.sharding import even_part
+from meshkit.core.sharding import chunk, even_part
 from meshkit.parallel.expert._dispatch import DispatchPlan, experts_of
-from meshkit.parallel.expert._stacks import ExpertLayout, packed_moves
+from meshkit.parallel.expert._placement import Placement
+from meshkit.parallel.expert._stacks import ExpertLayout, packed_moves, packed_rows
 
 Sizes = Counter[tuple[str, str, int]]
 """(axis, operation, bytes) -> how often. The axis is ep, etp or ep_etp."""
@@ -83,11 +84,41 @@ def packed_traffic(
     return found
 
 
+def copy_bytes(
+    layout: ExpertLayout, shapes: Mapping[str, Sequence[int]], *, etp: int, coordinate: tuple[int, int], itemsize: int
+) -> int:
+    """Bytes of one expert as a rank of etp computes with it, and sends it to another rank of ep. shapes: of full parameters."""
+    j, elements = coordinate[1], 0
+    for key, (_, *shape) in shapes.items():
+        dim = layout.dims[key] - 1
+        if etp > 1 and key in layout.packed:
+            shape[dim] = len(packed_rows(shape[dim], layout.packed[key], etp, j))
+        elif etp > 1 and key not in layout.biases:  # a bias of outputs has zeros for those of other ranks
+            part = chunk(shape[dim], etp, j)
+            shape[dim] = part.stop - part.start
+        elements += prod(shape)
+    return elements * itemsize
+
+
+def copy_traffic(placement: Placement, rank: int, expert_bytes: int) -> tuple[int, int]:
+    """(bytes that a rank of ep sends of copies, bytes of their gradients): of each gather, and of the way back."""
+    return sum(map(len, placement.sent(rank))) * expert_bytes, len(placement.copied[rank]) * expert_bytes
+
+
 def _without_empty(sizes: Sizes) -> Sizes:
     return Counter({key: times for key, times in sizes.items() if key[2]})
 
 
-def even_routing(experts: int, pairs: int, *, ep: int, etp: int, coordinate: tuple[int, int]) -> DispatchPlan:
+def even_routing(
+    experts: int,
+    pairs: int,
+    *,
+    ep: int,
+    etp: int,
+    coordinate: tuple[int, int],
+    placement: Placement | None = None,
+    nodes: tuple[int, ...] | None = None,
+) -> DispatchPlan:
     """The plan if every rank's `pairs` (token, choice) pairs were spread evenly over all experts."""
     counts = [len(even_part(pairs, experts, expert)) for expert in range(experts)]
-    return DispatchPlan([[counts for _ in range(etp)] for _ in range(ep)], coordinate)
+    return DispatchPlan([[counts for _ in range(etp)] for _ in range(ep)], coordinate, placement, nodes)

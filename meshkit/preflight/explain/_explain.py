@@ -25,6 +25,7 @@ from meshkit.parallel.context import (
     notes_of_counted,
     plan_step,
 )
+from meshkit.parallel.expert import Placement, placements_of
 from meshkit.parallel.pipeline import Cut, Path
 from meshkit.preflight._arguments import full_coordinate, refuse_sizes, spec_of
 from meshkit.preflight.explain._explanation import Explanation, Sent, TrafficLog
@@ -83,9 +84,10 @@ def explain(
         if spec is not None or strategy is not None or choices:
             raise PlanError("explain: a Run has a mesh and a strategy. Leave them away, or give `run.full_model`.")
         resolved, period = model.resolved, None if outer is None else period_of_run(outer)
+        placements = placements_of(model.model)
         strategy = resolved.strategy
     else:
-        strategy = Strategy.of(strategy, choices)
+        strategy, placements = Strategy.of(strategy, choices), None
         sizes, period = spec_of(spec, strategy), None
         replica = sizes if outer is None else replace(sizes, dp_replicate=1)
         resolved = resolve(read_program(model), strategy, replica, device_type=device or default_device())
@@ -94,7 +96,13 @@ def explain(
             period = period_of_model(resolved, coordinate, outer, replicas=sizes.dp_replicate)
     count = (strategy.microbatches or 1) if microbatches is None else microbatches
     of_step = explain_resolved(
-        resolved, rows=rows, seq_len=seq_len, microbatches=count, mask=mask, coordinate=coordinate
+        resolved,
+        rows=rows,
+        seq_len=seq_len,
+        microbatches=count,
+        mask=mask,
+        coordinate=coordinate,
+        placements=placements,
     )
     if cluster is not None:
         links = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
@@ -115,11 +123,15 @@ def explain_resolved(
     microbatches: int = 1,
     mask: Mask | Sequence[Mask] | None = None,
     coordinate: dict[str, int] | None = None,
+    placements: Mapping[str, Placement] | None = None,
 ) -> Explanation:
-    """`explain` of a strategy that is resolved already, such as `run.resolved`."""
+    """`explain` of a strategy that is resolved already, such as `run.resolved`. placements: of experts, as a run has them now;
+    default: as it begins."""
     refuse_sizes(rows, seq_len, microbatches)
     resolved.refuse_tokens(seq_len)
-    rank_model = RankModel(resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate))
+    rank_model = RankModel(
+        resolved=resolved, coordinate=full_coordinate(resolved.spec, coordinate), placements=placements
+    )
     spec, cut, stage_rank = resolved.spec, resolved.cut, rank_model.at("pp")
     table = None
     if cut is not None:

@@ -17,8 +17,9 @@ from meshkit.mask import Mask
 from meshkit.memory import Treatment
 from meshkit.mesh import MeshSpec, group_axes
 from meshkit.mesh.groups import TOKENS
+from meshkit.mesh.world import ranks_per_node
 from meshkit.parallel.context import Layout
-from meshkit.parallel.expert import ExpertLayout, in_expert_view
+from meshkit.parallel.expert import ExpertLayout, Placement, expected_placement, in_expert_view
 from meshkit.parallel.pipeline import Cut
 from meshkit.parallel.shardings import axes_between, axes_outside
 from meshkit.parallel.tensor.layout import TensorLayout
@@ -70,10 +71,12 @@ class LocalBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """The model as one rank holds it. coordinate: the rank's index on each axis, 0 where it is not named."""
+    """The model as one rank holds it. coordinate: the rank's index on each axis, 0 where it is not named. placements: of
+    experts, as a run has them; None: as it begins."""
 
     resolved: Resolved
     coordinate: dict[str, int]
+    placements: Mapping[str, Placement] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -194,6 +197,21 @@ class RankModel:
         """Indices on (ep, etp)."""
         spec = self.spec
         return divmod(self._inner_index % (spec.ep * spec.etp), spec.etp)
+
+    @cached_property
+    def expert_nodes(self) -> tuple[int, ...]:
+        """The node of each rank of ep."""
+        spec, inside = self.spec, self.spec.ep * self.spec.etp
+        outside = self.at("pp") * spec.dp_replicate + self.at("dp_replicate")
+        first = outside * spec.dp_shard * spec.cp * spec.tp + self._inner_index // inside * inside
+        return tuple((first + rank * spec.etp) // ranks_per_node() for rank in range(spec.ep))
+
+    def placement(self, experts: str) -> Placement:
+        """Where the experts of this module are computed: in the run, or else in its first step."""
+        if self.placements is not None and experts in self.placements:
+            return self.placements[experts]
+        count = self.experts[experts].experts
+        return expected_placement(self.resolved.strategy.experts, count, self.spec.ep, self.expert_nodes)
 
     @property
     def _inner_index(self) -> int:

@@ -9,7 +9,16 @@ from torch import nn
 
 from meshkit.core.sharding import even_part
 from meshkit.models.experts import MoE
-from meshkit.parallel.expert import ExpertLayout, dispatch_traffic, even_routing, packed_traffic, padded_traffic
+from meshkit.parallel.expert import (
+    ExpertLayout,
+    Placement,
+    copy_bytes,
+    copy_traffic,
+    dispatch_traffic,
+    even_routing,
+    packed_traffic,
+    padded_traffic,
+)
 from meshkit.preflight.explain._explanation import TrafficLog
 from meshkit.preflight.explain._rank import LocalBatch, RankModel
 from meshkit.preflight.explain._traffic import whole_axis
@@ -43,8 +52,15 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
             )
         else:
             plan = even_routing(
-                layout.experts, tokens * chosen, ep=spec.ep, etp=spec.etp, coordinate=rank_model.expert_coordinate
+                layout.experts,
+                tokens * chosen,
+                ep=spec.ep,
+                etp=spec.etp,
+                coordinate=rank_model.expert_coordinate,
+                placement=rank_model.placement(name),
+                nodes=rank_model.expert_nodes,
             )
+            _add_copies(log, rank_model, name, layout, plan.table, again)
             traffic = dispatch_traffic(plan, width=layout.width, itemsize=rank_model.compute.itemsize)
         if spec.tp > 1 and not rank_model.sequence:
             _add_token_split(log, rank_model, name, batch, chosen, layout.width)
@@ -57,6 +73,31 @@ def add_experts(log: TrafficLog, rank_model: RankModel, batch: LocalBatch) -> No
             log.add(axis, op, size, "tokens to experts, recompute", times * again, module=name)
             log.add(axis, op, size, "tokens to experts, backward", times * flows, module=name)
         _add_packed(log, rank_model, name, layout, again)
+
+
+def _add_copies(
+    log: TrafficLog, rank_model: RankModel, name: str, layout: ExpertLayout, placement: Placement, again: bool
+) -> None:
+    """Weights of copied experts and their gradients: exact, whatever tokens choose."""
+    if not placement.copies_made:
+        return
+    module = rank_model.model.get_submodule(name)
+    expert_bytes = copy_bytes(
+        layout,
+        {key: param.shape for key, param in module.named_parameters(recurse=False)},
+        etp=rank_model.spec.etp,
+        coordinate=rank_model.expert_coordinate,
+        itemsize=rank_model.compute.itemsize,
+    )
+    weights, grads = copy_traffic(placement, rank_model.expert_coordinate[0], expert_bytes)
+    trains = any(param.requires_grad for param in module.parameters(recurse=False))
+    goes_back = trains or rank_model.flow.leaves(name)
+    log.add("ep", "all_to_all", weights, "copies of experts, forward", int(weights > 0), module=name)
+    # A block that runs again leaves them to its backward.
+    phase = "recompute" if again else "backward"
+    times = int(weights > 0 and (again or goes_back))
+    log.add("ep", "all_to_all", weights, f"copies of experts, {phase}", times, module=name)
+    log.add("ep", "all_to_all", grads, "gradients of copies, backward", int(grads > 0 and trains), module=name)
 
 
 def _add_packed(log: TrafficLog, rank_model: RankModel, name: str, layout: ExpertLayout, again: bool) -> None:
@@ -189,8 +230,12 @@ def expert_notes(rank_model: RankModel, policy: ExpertPolicy) -> list[str]:
     routed = {name.rpartition(".")[0] for name, _ in _routers(rank_model)}
     if any(name.rpartition(".")[0] not in routed for name in rank_model.experts if rank_model.runs(name)):
         notes.append("experts: no router is known beside some of them, which are counted as if a token chose one")
-    if policy.hot:
-        notes.append(f"experts: {policy.hot} of each layer are copied to all ranks of ep, which is not counted above")
+    source = "the run" if rank_model.placements is not None else "ExpertPolicy(expected=...)"
+    for name in rank_model.experts if policy.follows_load else ():
+        if rank_model.runs(name) and (made := rank_model.placement(name).copies_made):
+            notes.append(f"experts: {made} copies of {name!r}, chosen by the load of {source}")
+    if policy.copies and policy.expected is None and rank_model.placements is None:
+        notes.append("experts: copies follow the load, and none is known; give ExpertPolicy(expected=...), or a run")
     if policy.capacity is not None:
         notes.append(
             f"experts: more than {policy.capacity.factor} of the even share is dropped, which is not counted above"

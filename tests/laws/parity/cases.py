@@ -47,6 +47,7 @@ class Moe:
     balance: float = 0.0
     per: str = "sequence"
     z: float = 0.0
+    skew: float = 0.0  # how much longer the router's first two vectors are: opposite, so that either is nearly always chosen
 
     def router(self) -> RouterConfig:
         return RouterConfig(
@@ -86,7 +87,7 @@ class Cell:
     stages: tuple[int, ...] | None = None
     moe: Moe | None = None
     mixer: str = ""  # "delta" or "mamba2" in all layers but every second one
-    hot: int = 0
+    copies: int = 0
     max_rows: int | None = None
     memory: mk.MemoryPolicy | None = None  # in place of recompute and bf16
     context: mk.strategy.ContextPolicy = field(default_factory=mk.strategy.ContextPolicy)
@@ -132,6 +133,10 @@ def build(cell: Cell) -> Decoder:
     model = model.double()  # drawn in fp64 whatever the dtype: torch draws other numbers in fp32
     draw_parameters(model)
     for name, param in model.named_parameters():
+        if name.endswith("gate.weight") and cell.moe is not None and cell.moe.skew:
+            with torch.no_grad():
+                param[0] *= cell.moe.skew
+                param[1] = -param[0]
         if name.endswith("A_log"):
             nn.init.uniform_(param, -4, -2)  # states that last over many tokens
     return model.to(getattr(torch, cell.dtype))
@@ -227,7 +232,7 @@ def start(cell: Cell, **options: Any) -> mk.Run:
         compile=cell.compile or False,
         context=cell.context,
         pipeline=mk.strategy.PipelinePolicy(schedule=cell.schedule, stages=cell.stages),
-        **{"experts": ExpertPolicy(hot=cell.hot, max_rows=cell.max_rows), "data": cell.data, **options},
+        **{"experts": ExpertPolicy(copies=cell.copies, max_rows=cell.max_rows), "data": cell.data, **options},
     )
 
 

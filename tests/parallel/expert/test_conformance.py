@@ -153,11 +153,11 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def waits(capacity: Capacity | None, hot: int) -> int:
+def waits(capacity: Capacity | None, copies: int) -> int:
     """How often the host waits in one forward and backward of a layer of experts."""
-    run = start(Cell(mesh="tp=2 ep=2", layers=2, moe=Moe(experts=8)), experts=ExpertPolicy(capacity=capacity, hot=hot))
+    run = start(Cell(mesh="tp=2 ep=2", layers=2, moe=Moe(experts=8)), experts=ExpertPolicy(capacity=capacity, copies=copies))
     layer = run.model.get_submodule("layers.1.mlp")
-    if hot:
+    if copies:
         run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
     torch.manual_seed(0)  # ranks of tp have the same tokens
     x = torch.randn(2, 8, 32, dtype=torch.float64, requires_grad=True)
@@ -173,9 +173,9 @@ def waits(capacity: Capacity | None, hot: int) -> int:
     return len(reads) + others.count
 
 
-@pytest.mark.parametrize(("capacity", "hot"), [(None, 0), (Capacity(factor=0.5), 0), (None, 3)])
-def test_the_host_waits_once_in_a_layer(capacity: Capacity | None, hot: int) -> None:
-    assert pool(2).run(waits, capacity, hot) == [1, 1]
+@pytest.mark.parametrize(("capacity", "copies"), [(None, 0), (Capacity(factor=0.5), 0), (None, 3)])
+def test_the_host_waits_once_in_a_layer(capacity: Capacity | None, copies: int) -> None:
+    assert pool(2).run(waits, capacity, copies) == [1, 1]
 
 
 def order_of_events() -> list[str]:

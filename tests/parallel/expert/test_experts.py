@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +17,8 @@ import meshkit as mk
 from meshkit.errors import PlanError
 from meshkit.mesh import MeshSpec
 from meshkit.moe import routing
-from meshkit.parallel.expert import OneRank
+from meshkit.parallel.expert import DispatchPlan, OneRank
 from meshkit.parallel.expert._hot_experts import hot_experts_of
-from meshkit.preflight.explain import Message
 from meshkit.preflight.observe import observe
 from meshkit.strategy import Capacity, ExpertPolicy
 from tests.depth import covering, deal, deep, draws, thin
@@ -111,68 +110,82 @@ def test_microbatches_without_rows_count_neither_in_losses_nor_in_counts_of_expe
     check(2, Cell(mesh=mesh, moe=router, microbatches=6 if "pp" in mesh else 4))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cell"),
-    thin(
-        [
-            (2, Cell(mesh="dp_shard=2 ep=2", hot=2, moe=Moe(experts=8))),
-            (4, Cell(mesh="dp_shard=4 ep=4", hot=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
-            (4, Cell(mesh="dp_shard=4 ep=2", hot=8, moe=Moe(experts=8), recompute="full")),
-            (4, Cell(mesh="dp_shard=4 ep=2", hot=3, moe=Moe(experts=8), microbatches=2, zero=3)),
-            (4, Cell(mesh="dp_shard=2 tp=2 ep=4", hot=2, moe=Moe(experts=8, shared=24), recompute="selective")),
-            (4, Cell(mesh="dp_shard=2 tp=2 ep=2", hot=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
-            (4, Cell(mesh="pp=2 cp=2 ep=2", hot=2, moe=Moe(experts=8), microbatches=3)),
-        ],
-        2,
-    ),
-    ids=str,
-)
+HOT = ExpertPolicy(copies=3, target=1.0)  # as many copies as there is use for
+
+
+def hot_cells() -> list[tuple[int, Cell]]:
+    return [
+        (2, Cell(mesh="dp_shard=2 ep=2", copies=2, moe=Moe(experts=8))),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=2 etp=2", copies=2, moe=Moe(experts=7, shared=24), microbatches=2)),
+        (4, Cell(mesh="dp_shard=4 ep=4", copies=3, moe=Moe(experts=11, chosen=3), microbatches=3)),
+        (4, Cell(mesh="dp_shard=4 ep=2", copies=8, moe=Moe(experts=8), recompute="full")),
+        (4, Cell(mesh="dp_shard=4 ep=2", copies=3, moe=Moe(experts=8), microbatches=2, zero=3)),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=4", copies=2, moe=Moe(experts=8, shared=24), recompute="selective")),
+        (4, Cell(mesh="dp_shard=2 tp=2 ep=2", copies=1, moe=Moe(experts=8, bias=True), sequence=True, zero=2)),
+        (4, Cell(mesh="dp_shard=4 ep=2 etp=2", copies=3, moe=Moe(experts=8), recompute="full", microbatches=2)),
+        (4, Cell(mesh="pp=2 cp=2 ep=2", copies=2, moe=Moe(experts=8), microbatches=3)),
+        (8, Cell(mesh="pp=2 dp_shard=4 ep=2 etp=2", copies=2, moe=Moe(experts=8), microbatches=3)),
+        (8, Cell(mesh="dp_shard=8 ep=2 etp=2", copies=2, moe=Moe(experts=9, balance=0.1, per="batch"))),
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "cell"), thin(hot_cells(), 3), ids=str)
 def test_copies_of_busy_experts_change_nothing(ranks: int, cell: Cell) -> None:
-    check(ranks, replace(cell, layers=3))
+    check(ranks, replace(cell, layers=3, moe=replace(cell.moe, skew=6.0)))
 
 
-def copied(cell: Cell) -> tuple[list[list[int]], list[int], Counter[Message]]:
-    """(experts copied in each of three steps, counts of the first, what the third sends)."""
-    run = start(cell)
-    hot = hot_experts_of(run.model.get_submodule("layers.1.mlp.experts"))
+def copied(cell: Cell) -> list[tuple[list[int], str, int]]:
+    """(expected rows of experts, the placement, rows that this rank computes) of each of three steps of one layer."""
+    run = start(cell, experts=HOT)
+    module = run.model.get_submodule("layers.1.mlp.experts")
+    hot = hot_experts_of(module)
     assert hot is not None
-    chosen: list[list[int]] = []
-    first: list[int] = []
+    found = []
     for batch in batches(cell):
-        chosen.append(hot.chosen)
-        with observe(run.mesh) as seen:
+        computed: list[int] = []
+        plan = DispatchPlan.per_expert
+
+        def per_expert(self: DispatchPlan, computed: list[int] = computed, plan: Any = plan) -> list[int]:
+            computed.append(sum(plan(self)))
+            return plan(self)
+
+        before = hot.totals, str(hot.placement)
+        with patch.object(DispatchPlan, "per_expert", per_expert):
             run.forward_backward(own_rows(batch, run.mesh))
-        first = first or run.expert_counts["layers.1.mlp.gate"].tolist()
-    return chosen, first, seen
+        found.append((*before, computed[0]))
+    return found
 
 
-def test_the_busiest_experts_are_copied_and_their_tokens_stay() -> None:
-    cell = Cell(mesh="dp_shard=2 ep=2", layers=2, moe=Moe(experts=8), hot=3)
-    for chosen, counts, seen in pool(2).run(copied, cell):
-        assert chosen[0] == []
-        assert chosen[1] == sorted(sorted(range(8), key=lambda expert: (-counts[expert], expert))[:3])
-        assert any(message.op == "all_to_all" for message in seen)
-    for _, _, seen in pool(2).run(copied, replace(cell, hot=8)):
-        assert not any(message.op == "all_to_all" for message in seen)
+def test_copies_are_made_of_busy_experts_and_share_their_tokens() -> None:
+    cell = Cell(mesh="dp_shard=4 ep=4", layers=2, moe=Moe(experts=8, chosen=1, skew=8.0))
+    ranks = pool(4).run(copied, cell)
+    for step in range(3):
+        totals, drawn = ranks[0][step][:2]
+        assert all(rank[step][:2] == (totals, drawn) for rank in ranks), "ranks chose otherwise"
+        assert ("c" in drawn.partition("\n")[2].replace("rank", "")) == (step > 0), drawn
+    loads = [[rank[step][2] for rank in ranks] for step in range(3)]
+    assert max(loads[0]) > 2 * sum(loads[0]) / 4 > max(loads[1])  # of 8 to 10 tokens on a rank
 
 
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        ("dp_shard=2", "hot=1 copies experts between ranks of ep that hold them whole, but the mesh has ep=1 etp=1"),
-        ("dp_shard=2 etp=2", "but the mesh has ep=1 etp=2. Use ep > 1 and etp=1, or hot=0."),
+        ("dp_shard=2", "copies=1 owners='fixed' are about which ranks of ep compute an expert, but the mesh has ep=1 etp=1"),
+        ("dp_shard=2 etp=2", "but the mesh has ep=1 etp=2. Use ep > 1, or leave them away."),
     ],
 )
 def test_copies_are_refused_where_nobody_shares_experts(mesh: str, text: str) -> None:
     with pytest.raises(RankError, match=re.escape(text)):
-        run_ranks(2, start, Cell(mesh=mesh, layers=2, moe=Moe(), hot=1))
+        run_ranks(2, start, Cell(mesh=mesh, layers=2, moe=Moe(), copies=1))
 
 
 def test_policies_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"hot=-1 experts by the last history=5 steps\. Use hot of at least 0"):
-        ExpertPolicy(hot=-1)
-    with pytest.raises(PlanError, match=r"hot, capacity and max_rows are of meshkit's own dispatcher"):
-        ExpertPolicy(hot=1, dispatcher=lambda experts, mesh: OneRank(experts))
+    with pytest.raises(PlanError, match=r"copies=-1 by the last history=5 steps, up to target=1\.05 of the mean\. Use"):
+        ExpertPolicy(copies=-1)
+    with pytest.raises(PlanError, match=r"owners='best' is not known\. Use fixed or load"):
+        ExpertPolicy(owners="best")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"copies, owners, capacity and max_rows are of meshkit's own dispatcher"):
+        ExpertPolicy(copies=1, dispatcher=lambda experts, mesh: OneRank(experts))
 
 
 def sent_between_nodes(locality: float) -> tuple[int, list[int]]:

@@ -76,7 +76,7 @@ def tokens(rank: int, routing: str, kind: tuple[str, str]) -> tuple[Tensor, Tens
     return x, index, weights
 
 
-def judge(mesh_text: str, kind: tuple[str, str], routing: str, implementation: str, hot: int) -> float:
+def judge(mesh_text: str, kind: tuple[str, str], routing: str, implementation: str, copies: int) -> float:
     """The largest error of this rank's outputs, and of all gradients."""
     mesh = mesh_for(mesh_text)
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -86,16 +86,15 @@ def judge(mesh_text: str, kind: tuple[str, str], routing: str, implementation: s
     plain, module = plain.to(dtype), module.to(dtype)
     style = declared_experts(module)
     assert style is not None
-    policy = ExpertPolicy(hot=hot) if hot else None
+    policy = ExpertPolicy(copies=copies, target=1.0) if copies else None
     mk.expert_parallel(module, mesh["ep", "etp"], plan={"": style}, policy=policy)
     worst = 0.0
-    for step in range(2 if hot else 1):  # copies are made of what was busy in the step before
-        if hot and step:
-            from meshkit.parallel.expert._hot_experts import hot_experts_of
-
+    for step in range(2 if copies else 1):  # copies are made of what was busy in the step before
+        if copies and step:
             found = hot_experts_of(module)
             assert found is not None
-            found.note(list(range(EXPERTS)))
+            found.note([2**expert for expert in range(EXPERTS)])
+            assert found.placement.copies_made
         inputs = [
             (x.to(dtype), index, weights.to(dtype))
             for x, index, weights in (tokens(other, routing, kind) for other in range(ranks))
