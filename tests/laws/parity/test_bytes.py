@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import meshkit as mk
 from meshkit.mesh import DENSE_AXES, EXPERT_AXES
 from meshkit.models.llama import LLAMA_PLAN
-from meshkit.parallel.expert import AllToAll, DispatchPlan, dispatch_traffic
+from meshkit.parallel.expert import AllToAll, DispatchPlan, Placement, dispatch_traffic
 from meshkit.preflight.explain import Message, explain
 from meshkit.preflight.observe import observe
 from meshkit.strategy import ExpertPolicy
@@ -178,8 +180,8 @@ class Noting(AllToAll):
 
     plans: list[DispatchPlan] = field(default_factory=list)
 
-    def plan(self, counts: Callable[[], Tensor]) -> DispatchPlan:
-        self.plans.append(super().plan(counts))
+    def plan(self, counts: Callable[[], Tensor], placement: Placement | None = None) -> DispatchPlan:
+        self.plans.append(super().plan(counts, placement))
         return self.plans[-1]
 
 
@@ -244,6 +246,66 @@ def test_what_is_sent_to_experts_is_predicted_for_the_routing(cell: Cell) -> Non
         spec = mk.MeshSpec.parse(cell.mesh)
         assert by_ranks(seen, spec, rank) - by_ranks(said, spec, rank) == Counter(), "sent, but not explained"
         assert by_ranks(said, spec, rank) - by_ranks(seen, spec, rank) == Counter(), "explained, but not sent"
+
+
+BUSY = (40, 30, 9, 8, 7, 6, 5, 4, 3, 2, 1)  # of `EXPERTS`
+COPY_CELLS = [
+    Cell(mesh="dp_shard=4 ep=4", layers=3, moe=EXPERTS, copies=3, microbatches=2),
+    Cell(mesh="dp_shard=4 ep=2 etp=2", layers=3, moe=EXPERTS, copies=2, recompute="full"),
+    Cell(mesh="dp_shard=4 ep=2", layers=3, moe=replace(EXPERTS, shared=24), copies=2, recompute="selective"),
+    Cell(mesh="pp=2 dp_shard=2 ep=2", layers=4, moe=EXPERTS, copies=2, microbatches=3),
+    Cell(mesh="dp_shard=2 tp=2 ep=4", layers=3, moe=EXPERTS, copies=1, sequence=True, dtype="float32", bf16=True),
+]
+
+
+def observe_copies(cell: Cell) -> list[tuple[Counter[tuple], Counter[tuple]]]:
+    """(seen, said) of a first step, whose copies follow from what is expected, and of a second, from the first's load; what is
+    said of rows is for the routing that there was."""
+    run = start(cell, experts=ExpertPolicy(copies=cell.copies, expected=BUSY, target=1.0))
+    mesh = run.mesh
+    place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}
+    found = []
+    for step in range(2):
+        local = own_rows(batches(cell)[step], mesh)
+        sizes = {"rows": local["labels"].shape[0], "seq_len": TOKENS, "microbatches": cell.microbatches}
+        said = explain(run, coordinate=place, **sizes)
+        assert any("copies of" in note for note in said.notes), said.notes
+        plans: list[DispatchPlan] = []
+        plain = AllToAll.plan
+
+        def noted(
+            self: AllToAll, counts: Any, placement: Any = None, plans: list[DispatchPlan] = plans, plain: Any = plain
+        ) -> Any:
+            plans.append(plain(self, counts, placement))
+            return plans[-1]
+
+        with mock.patch.object(AllToAll, "plan", noted), observe(mesh) as seen:
+            run.forward_backward(local, microbatches=cell.microbatches)
+            mk.clip_grad_norm(run, 1.0)
+        again = 2 if cell.recompute != "none" else 1
+        told: Counter[Message] = Counter()
+        for sent in said.sent:
+            if sent.what not in ("tokens to experts", "tokens per expert"):
+                told[sent.message] += sent.calls
+        for plan in plans:
+            traffic = dispatch_traffic(plan, width=32, itemsize=2 if cell.bf16 else 8)
+            for (axis, op, size), times in traffic.counts.items():
+                told[Message(axis, op, size)] += times
+            for (axis, op, size), times in traffic.rows.items():
+                told[Message(axis, op, size)] += times + times / again
+        for param in run.parameters():
+            param.grad = None
+        spec, rank = mk.MeshSpec.parse(cell.mesh), mesh.rank
+        found.append((by_ranks(seen, spec, rank), by_ranks(told, spec, rank)))
+    return found
+
+
+@pytest.mark.parametrize("cell", thin(COPY_CELLS, 2), ids=str)
+def test_what_copies_of_experts_send_is_explained_to_the_byte(cell: Cell) -> None:
+    for steps in pool(4).run(observe_copies, cell):
+        for seen, said in steps:
+            assert seen - said == Counter(), "sent, but not explained"
+            assert said - seen == Counter(), "explained, but not sent"
 
 
 def test_explaining_says_how_experts_are_computed() -> None:
