@@ -24,6 +24,7 @@ from meshkit.core.optimizer_state import HoldsState
 from meshkit.core.to_device import wait_for_device
 from meshkit.errors import CheckpointError, CorruptionError
 from meshkit.mesh import HostRanks
+from meshkit.moving import experts_at_home
 from meshkit.step import Run
 
 # [Note: pinning between idle devices]
@@ -178,6 +179,20 @@ class Checkpointer:
         """
         run.mesh.agreement.meet("save", facts={"step": step, "folder": self.folder.name})
         self.wait()
+        with experts_at_home(run, optimizer):
+            self._save(step, run, optimizer, scheduler=scheduler, loader=loader, config=config, extra=extra)
+
+    def _save(
+        self,
+        step: int,
+        run: Run,
+        optimizer: HoldsState | None,
+        *,
+        scheduler: Stateful | None,
+        loader: Stateful | None,
+        config: Any,
+        extra: Any,
+    ) -> None:
         ranks = self._ranks_of(run)
         action = f"save(step={step})"
         if self.asynchronous:
@@ -242,21 +257,22 @@ class Checkpointer:
         if self._memory is None:
             raise CheckpointError("save_in_memory(): this Checkpointer keeps nothing there. Give it memory=InMemory().")
         self.wait_in_memory()
-        snapshot, parts = collect(
-            run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra
-        )
-        unknown = torch.tensor(not self._memory.has_room(parts), device=run.mesh.device)
-        # Whoever is here has waited for its save before: all know now that it is whole everywhere.
-        (to_make_room,) = run.mesh.agreement.meet("save_in_memory", unknown, facts={"step": step})
-        if self._in_memory is not None and step <= self._in_memory:
-            raise CheckpointError(
-                f"save_in_memory(step={step}): step {self._in_memory} is there already. Steps increase from save to save."
+        with experts_at_home(run, optimizer):
+            snapshot, parts = collect(
+                run, optimizer, step=step, scheduler=scheduler, loader=loader, config=config, extra=extra
             )
-        self._in_memory = step
-        if int(to_make_room):
-            wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
-            self._memory.make_room(parts, run.mesh, self._timeout)
-        self._memory.save(snapshot, parts, run.mesh.spec.sizes())
+            unknown = torch.tensor(not self._memory.has_room(parts), device=run.mesh.device)
+            # Whoever is here has waited for its save before: all know now that it is whole everywhere.
+            (to_make_room,) = run.mesh.agreement.meet("save_in_memory", unknown, facts={"step": step})
+            if self._in_memory is not None and step <= self._in_memory:
+                raise CheckpointError(
+                    f"save_in_memory(step={step}): step {self._in_memory} is there already. Steps increase from save to save."
+                )
+            self._in_memory = step
+            if int(to_make_room):
+                wait_for_device(run.mesh.device)  # see [Note: pinning between idle devices]
+                self._memory.make_room(parts, run.mesh, self._timeout)
+            self._memory.save(snapshot, parts, run.mesh.spec.sizes())
 
     def wait_in_memory(self) -> None:
         """Return when the last save in memory is whole on this rank, and where its copies are. No communication on the

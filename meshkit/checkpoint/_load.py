@@ -42,6 +42,7 @@ from meshkit.core.model_state import model_tensors
 from meshkit.core.optimizer_state import HoldsState, finish_update, optimizer_targets, parameter_names, set_optimizer
 from meshkit.errors import CheckpointError
 from meshkit.mesh import HostRanks
+from meshkit.moving import bring_home
 from meshkit.step import Run
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ def restore(
     Raises: CheckpointError, on every rank the same, and the loader's DataError for other data.
     """
     action = f"load(step={saved.snapshot.step})"
+    bring_home(run, optimizer)
     state = saved.snapshot.state
     stateful = {"scheduler": scheduler, "loader": loader}
     targets = on_each_rank(ranks, action, lambda: _targets(run, optimizer, saved, config, stateful))

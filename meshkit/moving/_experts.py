@@ -208,7 +208,10 @@ def _place(run: Run, optimizer: HoldsState | None, owners: Mapping[str, tuple[in
             _write(tensors[key], parts)
     torch.autograd.graph.increment_version([*tensors.values()])
     for name, (_, new) in before.items():
-        layers[name][1].set_owners(new.owners)
+        module, hot = layers[name]
+        hot.set_owners(new.owners)
+        if run.later is not None:
+            run.later.moved(module)
         place_near(run.model, name, new.owners, run.mesh)
     away = [name for name, (_, hot) in layers.items() if not hot.at_home]
     set_displaced(

@@ -26,6 +26,7 @@ from meshkit.errors import PlanError, StepError
 from meshkit.mesh import MeshSpec, change_axes
 from meshkit.moving._agree import gathered
 from meshkit.moving._changed import later_changes, refuse_parted_buffers
+from meshkit.moving._experts import bring_home
 from meshkit.moving._model import like_running
 from meshkit.moving._optimizer import Moving, refuse_optimizer
 from meshkit.moving._tensors import move_model
@@ -45,6 +46,7 @@ def move(
     """See `Run.move`. parallelize: the verb, which is above this room."""
     mesh = run.mesh
     _refuse_together(run, strategy, optimizer, loader)
+    bring_home(run, optimizer)
     with _same_random_numbers(mesh.device):
         # Everything that may refuse.
         assert isinstance(strategy.mesh, MeshSpec)

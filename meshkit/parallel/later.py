@@ -64,6 +64,10 @@ class LaterChanges:
         self._hooks = LaterHooks()
         self._fsdp = any(isinstance(module, FSDPModule) for module in self.model.modules())
 
+    def moved(self, module: nn.Module) -> None:
+        """Its parameters have other memory now, which is no change of the user's."""
+        self._slots[module] = {key: _Slot.of(param) for key, param in module._parameters.items()}
+
     def refusal(self, microbatches: int | None) -> str:
         """Why a step, or with None an evaluation, would not be that of one device; empty where it would.
 
