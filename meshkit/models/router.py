@@ -20,7 +20,7 @@ from meshkit.errors import PlanError
 from meshkit.moe.aux_loss import AuxiliaryLosses, balance_loss, report, z_loss
 from meshkit.moe.real_tokens import counted
 from meshkit.moe.replay import RouterPlace
-from meshkit.moe.routing import Routing, count_experts
+from meshkit.moe.routing import Routing, count_experts, least_capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ class Router(nn.Module):
     collects, so that a recomputed forward does what the first one did.
     reduce_counts: where a rank holds a part of the tokens, sums [R, E] counts over the ranks that hold the others; see
     `balance_loss`. real_tokens: says of scores [B, T, E] which tokens are no padding, [T] bool; None is all.
+    least_capacity: whether to say the least capacity that each expert needs, see `meshkit.moe.routing.least_capacity`.
     replay: given its own choice [B, T, K], says the experts that are used; see `meshkit.moe.replay`.
     """
 
@@ -94,6 +95,7 @@ class Router(nn.Module):
         self.real_tokens: Callable[[Tensor], Tensor | None] | None = None
         self.replay: Callable[[Tensor], Tensor] | None = None
         self.routing_place: RouterPlace | None = None
+        self.least_capacity = False
         self.near: list[bool] | None = None  # which experts are on this rank's node; None is all
 
     def forward(self, x_BTC: Tensor) -> Routing:
@@ -114,7 +116,8 @@ class Router(nn.Module):
             # 1e-20 as in DeepSeek's code: sigmoids of all chosen experts may round to 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         self._report(logits_BTE, scores_NE.view_as(logits_BTE), experts_NK, own_NK)
-        return Routing(experts_NK, weights_NK * self.config.scale)
+        least_E = least_capacity(x_BTC.flatten(0, 1), self.weight, experts_NK) if self.least_capacity else None
+        return Routing(experts_NK, weights_NK * self.config.scale, least_E)
 
     def _choose(self, ranked_NE: Tensor) -> Tensor:
         """The best K experts [N, K]. Source: DeepSeek-V3 2024, section 2.1.2; its group limit as transformers has it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
@@ -17,10 +18,31 @@ from meshkit.core import _torch
 
 
 class Routing(NamedTuple):
-    """experts: [N, K] int64, those that each token chose. weights: [N, K], of their outputs in the sum, fp32 at least."""
+    """experts: [N, K] int64, those that each token chose. weights: [N, K], of their outputs in the sum, fp32 at least.
+    least: [E], the least capacity that each expert needs, of a router that was asked for it; see `least_capacity`."""
 
     experts_NK: Tensor
     weights_NK: Tensor
+    least_E: Tensor | None = None
+
+
+@torch.no_grad()
+def least_capacity(x_NC: Tensor, weight_EC: Tensor, experts_NK: Tensor) -> Tensor:
+    """[E], fp32 or wider: exp(C d^2 / (2 - d^2)) / E pairs, d the largest cosine between an expert's routing vector and a token
+    that chose it; 1 / E for an expert that no token chose.
+
+    Of tokens in random directions of C dims about a share of exp(-C d^2 / (2 - d^2)) lies as close to a vector: so many must
+    be looked at, by E experts together, for one that is as much an expert's own. It ends at as many as there are pairs.
+    Source: Li et al. 2024 (LocMoE), the minimum capacity from the largest angular deviation.
+    """
+    wide = torch.promote_types(x_NC.dtype, torch.float32)
+    experts = len(weight_EC)
+    cosines_NE = F.normalize(x_NC.to(wide), dim=-1) @ F.normalize(weight_EC.to(wide), dim=-1).t()
+    # A column more for the index of no expert.
+    chosen_NK = F.pad(cosines_NE, (0, 1)).gather(-1, experts_NK).clamp(min=0)
+    best_E = cosines_NE.new_zeros(experts + 1).scatter_reduce(0, experts_NK.flatten(), chosen_NK.flatten(), "amax")[:-1]
+    squares_E = best_E.square()
+    return (x_NC.shape[-1] * squares_E / (2 - squares_E)).exp().div(experts).clamp(max=float(experts_NK.numel()))
 
 
 class Overlapped:

@@ -57,7 +57,9 @@ def move_experts(
     """
     finish = _ready(run, optimizer)
     layers = _layers(run)
-    wanted = {name: _by_load(run, module, hot) for name, (module, hot) in layers.items()} if owners is None else dict(owners)
+    wanted = (
+        {name: _by_load(run, module, hot) for name, (module, hot) in layers.items()} if owners is None else dict(owners)
+    )
     gathered(run.mesh, lambda: _refuse(finish, layers, wanted, run))
     return _place(run, optimizer, {name: tuple(table) for name, table in wanted.items()})
 
@@ -147,7 +149,9 @@ def _refuse(
         raise PlanError(f"move_experts: {why}")
     for name, owners in wanted.items():
         if name not in run.resolved.experts:
-            raise PlanError(f"move_experts: {name!r} is no module of experts. There are {', '.join(run.resolved.experts)}.")
+            raise PlanError(
+                f"move_experts: {name!r} is no module of experts. There are {', '.join(run.resolved.experts)}."
+            )
         if name not in layers:
             continue
         module, hot = layers[name]
@@ -156,7 +160,9 @@ def _refuse(
             raise PlanError(f"move_experts: {name!r} has {hot.inner.experts} experts, not {table.experts}.")
         sizes, even = [len(owned) for owned in table.owned], _home_sizes(hot)
         if not all(sizes):
-            raise PlanError(f"move_experts: {name!r} would leave rank {sizes.index(0)} of ep without an expert.\n{table}")
+            raise PlanError(
+                f"move_experts: {name!r} would leave rank {sizes.index(0)} of ep without an expert.\n{table}"
+            )
         if isinstance(module, FSDPModule) and sizes != even:
             raise PlanError(
                 f"move_experts: {name!r} is sharded by FSDP, whose shards are of {even} experts, but the table has {sizes}. "
@@ -183,7 +189,9 @@ def _place(run: Run, optimizer: HoldsState | None, owners: Mapping[str, tuple[in
             for key, param in module.named_parameters(recurse=False):
                 tensors[f"{name}.{key}"] = param
                 state = {} if optimizer is None else optimizer.state.get(param, {})
-                tensors |= {f"{name}.{key}/{kind}": v for kind, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
+                tensors |= {
+                    f"{name}.{key}/{kind}": v for kind, v in state.items() if isinstance(v, Tensor) and v.numel() > 1
+                }
     sources, targets, locals_after = dict[str, Tensor](), dict[str, Tensor](), dict[str, list[Tensor]]()
     regions: dict[str, Region] = {}
     now, then = Held(), Held()
@@ -199,7 +207,9 @@ def _place(run: Run, optimizer: HoldsState | None, owners: Mapping[str, tuple[in
         locals_after[key] = []
         for expert in _slots(tensor, new, hot, sliced):
             each = f"{key}#{expert}"
-            targets[each] = torch.empty([stop - start for start, stop in region], dtype=local.dtype, device=local.device)
+            targets[each] = torch.empty(
+                [stop - start for start, stop in region], dtype=local.dtype, device=local.device
+            )
             locals_after[key].append(targets[each])
             then[each], regions[each] = (shape, local.dtype, region), region
     plan = _exchanged(run, now, then, sources, targets, regions)

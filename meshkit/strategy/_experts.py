@@ -19,15 +19,19 @@ MakeDispatcher = Callable[[int, Any], Any]
 class Capacity:
     """Each expert takes at most factor * N * K / E of a rank's (token, choice) pairs, rounded up; the rest are dropped.
 
-    N tokens of the rank, K choices of a token, E experts. drop: "probability" keeps the pairs with the largest weights,
+    N tokens of the rank, K choices of a token, E experts. least: "angle" lets no limit be below what each expert needs by the
+    angle between its routing vector and the rank's tokens, see `meshkit.moe.routing.least_capacity`. drop: "probability" keeps the pairs with the largest weights,
     "position" the first tokens. Each rank drops among its own tokens, so the result depends on the mesh.
     Source: Fedus et al. 2022, section 2.2; dropping of own tokens: Liu et al. 2025 (parallel folding).
     """
 
     factor: float
     drop: Literal["probability", "position"] = "probability"
+    least: Literal["none", "angle"] = "none"
 
     def __post_init__(self) -> None:
+        if self.least not in ("none", "angle"):
+            raise PlanError(f"Capacity: least={self.least!r} is not known. Use none or angle.")
         if not self.factor > 0:
             raise PlanError(
                 f"Capacity: factor={self.factor} leaves no room. 1.0 is the even share; leave capacity away for no limit."

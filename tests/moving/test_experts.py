@@ -66,7 +66,11 @@ def trained(case: Case) -> tuple[float, float, bool]:
         optimizer.step()
         optimizer.zero_grad()
         worst = max(worst, abs(float(loss) - losses[step]))
-        table = None if case.owners is None else dict.fromkeys(run.resolved.experts, case.owners[step:] + case.owners[:step])
+        table = (
+            None
+            if case.owners is None
+            else dict.fromkeys(run.resolved.experts, case.owners[step:] + case.owners[:step])
+        )
         move_experts(run, optimizer, table)
         tables = (placements_of(run.model) or {}).values()
         away |= any(each.owners != Placement.contiguous(8, each.ranks).owners for each in tables)
@@ -171,7 +175,13 @@ def refused(policy: ExpertPolicy, cell: Cell, owners: dict[str, tuple[int, ...]]
         (ExpertPolicy(owners="load"), "dp_shard=2 ep=2", None, True, "has a gradient, which does not move"),
         (ExpertPolicy(owners="load"), "dp_shard=2 ep=2", {"a": (0, 1)}, False, "'a' is no module of experts"),
         (ExpertPolicy(owners="load"), "dp_shard=2 ep=2", {LAYERS[0]: (0, 1)}, False, "has 8 experts, not 2"),
-        (ExpertPolicy(owners="load"), "dp_shard=2 ep=2", {LAYERS[0]: (1,) * 8}, False, "would leave rank 0 of ep without"),
+        (
+            ExpertPolicy(owners="load"),
+            "dp_shard=2 ep=2",
+            {LAYERS[0]: (1,) * 8},
+            False,
+            "would leave rank 0 of ep without",
+        ),
         (
             ExpertPolicy(owners="load"),
             "dp_shard=4 ep=2",

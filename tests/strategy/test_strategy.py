@@ -456,7 +456,12 @@ REFUSED |= {
         {"experts": ExpertPolicy(capacity=Capacity(factor=1.0))},
         r"ExpertPolicy\(capacity=.*\), but the plan has no experts",
     ),
-    "hot experts without experts": (llama, "dp_shard=2", {"experts": ExpertPolicy(copies=1)}, "the plan has no experts"),
+    "hot experts without experts": (
+        llama,
+        "dp_shard=2",
+        {"experts": ExpertPolicy(copies=1)},
+        "the plan has no experts",
+    ),
     "recompute without blocks": (
         Own,
         "dp_shard=2",

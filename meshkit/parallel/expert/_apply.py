@@ -73,6 +73,9 @@ def expert_parallel(
     for name, layout in plan_experts(module, plan, policy, ep=ep, etp=etp, tp=shared).items():
         if ep * etp * shared > 1 or policy != ExpertPolicy():
             split = tp if tp is not None and tp.size() > 1 and not sequence else None
+            if policy.capacity is not None and policy.capacity.least == "angle":
+                for router in routers_beside(module, name):
+                    router.least_capacity = True
             _share(module.get_submodule(name), layout, mesh, split, policy)
     return module
 
@@ -96,10 +99,21 @@ def plan_experts(
         policy.refuse_misfit(ep=ep, etp=etp)
     for name, layout in layouts.items():
         policy.refuse_other_number(name, layout.experts)
+        if policy.capacity is not None and policy.capacity.least == "angle" and not routers_beside(module, name):
+            raise PlanError(
+                f"Capacity: least='angle' asks the router beside {name!r} for angles, but there is none that has "
+                "least_capacity, as mk.models.Router. Leave least away."
+            )
     if ep * etp * tp > 1:
         modules = dict(module.named_modules(remove_duplicate=False))
         prove_experts(modules, layouts, match_table(plan, modules, what="module"), etp=etp)
     return layouts
+
+
+def routers_beside(module: nn.Module, experts: str) -> list[Any]:
+    """The routers in the block of a module of experts that can say the least capacity."""
+    parent = module.get_submodule(experts.rpartition(".")[0])
+    return [child for child in parent.children() if hasattr(child, "least_capacity")]
 
 
 def in_expert_view(spec: MeshSpec) -> bool:
@@ -162,7 +176,7 @@ def _forward(dispatcher: Dispatcher, split: DeviceMesh | None) -> Any:
         sizes = [len(even_part(len(x_NC), ranks, rank)) for rank in range(ranks)]
         chosen = routing.experts_NK.split(sizes)[dist.get_rank(group)]  # indices: no gradient, so a plain slice
         # Ranks of tp hold the same tokens: each dispatches its share, so no row is sent or computed twice.
-        local_routing = Routing(chosen, local_rows(routing.weights_NK, sizes, group))
+        local_routing = Routing(chosen, local_rows(routing.weights_NK, sizes, group), routing.least_E)
         return join_rows(dispatch(self, local_rows(x_NC, sizes, group), local_routing, meanwhile), sizes, group)
 
     return forward

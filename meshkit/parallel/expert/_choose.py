@@ -111,7 +111,9 @@ def choose_owners(
             return tuple(now)
         almost = [each for each in found if each[0] >= ALMOST * best]
         # Of equally good ones an exchange: it keeps the memory of ranks even.
-        _, _, expert, other, rank = max(almost, key=lambda each: (each[1], each[0], each[3] is not None, -each[2], -each[4]))
+        _, _, expert, other, rank = max(
+            almost, key=lambda each: (each[1], each[0], each[3] is not None, -each[2], -each[4])
+        )
         moved = totals[expert] - (0 if other is None else totals[other])
         loads[busiest] -= moved
         loads[rank] += moved

@@ -29,7 +29,9 @@ class Arriving:
     def __init__(self, stacks: Sequence[Tensor], sent: list[int], received: list[int], group: ProcessGroup) -> None:
         """stacks: of each parameter, [sent, ...], in the order of ranks."""
         self._shapes = [stack.shape[1:] for stack in stacks]
-        self._keys = {dtype: [n for n, s in enumerate(stacks) if s.dtype == dtype] for dtype in {s.dtype: 0 for s in stacks}}
+        self._keys = {
+            dtype: [n for n, s in enumerate(stacks) if s.dtype == dtype] for dtype in {s.dtype: 0 for s in stacks}
+        }
         self._under_way: list[tuple[dist.Work, Tensor, Tensor, list[int]]] = []
         for keys in self._keys.values():
             rows = torch.cat([stacks[key].flatten(1) for key in keys], 1)
@@ -65,7 +67,9 @@ class Copies:
         # Where each expert that leaves lies in this rank's stacks, and those that arrive in the order of their owners.
         self.leaving = [placement.owned[self.rank].index(expert) for experts in to_ranks for expert in experts]
         self.sent = [len(experts) for experts in to_ranks]
-        arriving = [[e for e in placement.copied[self.rank] if placement.owners[e] == r] for r in range(placement.ranks)]
+        arriving = [
+            [e for e in placement.copied[self.rank] if placement.owners[e] == r] for r in range(placement.ranks)
+        ]
         self.received = [len(experts) for experts in arriving]
         by_owner = [expert for experts in arriving for expert in experts]
         self.order = [by_owner.index(expert) for expert in placement.copied[self.rank]]

@@ -278,7 +278,10 @@ def keep_within(capacity: Capacity, routing: Routing, order_M: Tensor, counts_E:
     Dropped pairs are moved and not cut off: their number is on the device, and the host need not wait for it here.
     """
     pairs, experts = len(order_M), len(counts_E)
-    limit = ceil(capacity.factor * pairs / experts)
+    limit_E = torch.full_like(counts_E, ceil(capacity.factor * pairs / experts))
+    if capacity.least == "angle":
+        assert routing.least_E is not None, "expert_parallel asks the router for it"
+        limit_E = torch.maximum(limit_E, routing.least_E.ceil().to(limit_E.dtype))
     place_M = torch.arange(pairs, device=order_M.device)
     # The index of each pair among those of its expert, in the order of tokens; with drop="probability", in that of weights.
     first_M = (counts_E.cumsum(0) - counts_E).repeat_interleave(counts_E, output_size=pairs)
@@ -290,4 +293,5 @@ def keep_within(capacity: Capacity, routing: Routing, order_M: Tensor, counts_E:
         by_weight = weights_M.argsort(descending=True, stable=True)
         by_expert = by_weight[expert_M[by_weight].argsort(stable=True)]
         rank_M = torch.empty_like(place_M).scatter_(0, by_expert, rank_M)
-    return order_M[(rank_M >= limit).to(torch.uint8).argsort(stable=True)], counts_E.clamp(max=limit)
+    limit_M = limit_E.repeat_interleave(counts_E, output_size=pairs)
+    return order_M[(rank_M >= limit_M).to(torch.uint8).argsort(stable=True)], torch.minimum(counts_E, limit_E)

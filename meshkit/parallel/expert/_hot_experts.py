@@ -120,7 +120,11 @@ class HotExperts:
 
             def run(rows: Tensor, copies: Sequence[Tensor]) -> Tensor:
                 # A rank without copies takes part with no rows: the others wait for its messages.
-                return self._computed(module, dict(zip(weights, copies, strict=True)), rows, counts[own:]) if copied else rows
+                return (
+                    self._computed(module, dict(zip(weights, copies, strict=True)), rows, counts[own:])
+                    if copied
+                    else rows
+                )
 
             call = Call(copier, run)
             handed = arrive(call, list(weights.values()))

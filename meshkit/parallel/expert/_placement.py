@@ -37,7 +37,8 @@ class Placement:
             if wrong or owner in copies or list(copies) != sorted(set(copies)):
                 raise PlanError(
                     f"Placement: expert {expert} is owned by rank {owner} and copied to {list(copies)}, of {self.ranks} "
-                    "ranks of ep. Name each rank once, copies ascending and without the owner." + f"\n{self._drawn(expert)}"
+                    "ranks of ep. Name each rank once, copies ascending and without the owner."
+                    + f"\n{self._drawn(expert)}"
                 )
 
     @classmethod
@@ -95,7 +96,9 @@ class Placement:
         label = len(f"rank {self.ranks - 1}") + 1
         lines = ["expert".ljust(label) + "".join(f"{expert:>{width}}" for expert in range(self.experts))]
         for rank in range(self.ranks):
-            marks = ["O" if o == rank else "c" if rank in c else "." for o, c in zip(self.owners, self.copies, strict=True)]
+            marks = [
+                "O" if o == rank else "c" if rank in c else "." for o, c in zip(self.owners, self.copies, strict=True)
+            ]
             lines.append(f"rank {rank}".ljust(label) + "".join(f"{mark:>{width}}" for mark in marks))
         if wrong is not None:
             lines.append(" " * label + " " * (width * wrong) + f"{'^':>{width}}")

@@ -16,7 +16,9 @@ Shares = Mapping[int, Sequence[Sequence[int]]]
 """copied expert -> for each source rank, the rows for each holder, in the order of `Placement.holders`"""
 
 
-def share_rows(placement: Placement, counts: Sequence[Sequence[int]], nodes: Sequence[int], per_rank: int = 1) -> Shares:
+def share_rows(
+    placement: Placement, counts: Sequence[Sequence[int]], nodes: Sequence[int], per_rank: int = 1
+) -> Shares:
     """The shares that make the busiest rank least busy; within them rows stay on their rank, or else on its node.
 
     counts: for each source its rows of each expert; `per_rank` sources have one rank of ep (those of etp), one after the
@@ -28,7 +30,9 @@ def share_rows(placement: Placement, counts: Sequence[Sequence[int]], nodes: Seq
     totals = [sum(column) for column in zip(*counts, strict=True)]
     split = level(placement, totals)
     return {
-        expert: _to_near([source[expert] for source in counts], split[expert], placement.holders[expert], nodes, per_rank)
+        expert: _to_near(
+            [source[expert] for source in counts], split[expert], placement.holders[expert], nodes, per_rank
+        )
         for expert in copied
     }
 

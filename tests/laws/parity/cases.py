@@ -47,7 +47,9 @@ class Moe:
     balance: float = 0.0
     per: str = "sequence"
     z: float = 0.0
-    skew: float = 0.0  # how much longer the router's first two vectors are: opposite, so that either is nearly always chosen
+    skew: float = (
+        0.0  # how much longer the router's first two vectors are: opposite, so that either is nearly always chosen
+    )
 
     def router(self) -> RouterConfig:
         return RouterConfig(

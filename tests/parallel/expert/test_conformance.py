@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 import meshkit as mk
 from meshkit.core._torch import TorchDispatchMode
 from meshkit.core.sharding import chunk
-from meshkit.moe.routing import Routing
+from meshkit.moe.routing import Routing, least_capacity
 from meshkit.parallel.expert import AllToAll, Dispatcher, OneRank, _exchange
 from meshkit.parallel.expert._dispatch import keep_within
 from meshkit.parallel.expert.conformance import FEATURES, ExpertShard, check_dispatcher
@@ -128,6 +129,47 @@ def test_a_share_that_is_no_whole_number_is_rounded_up(factor: float, stay: list
     assert sorted(kept[: sum(stay)].tolist()) == [*range(14 - stay[0], 14), *range(16 - stay[1], 16)]
 
 
+def test_the_least_capacity_follows_from_the_closest_token_of_each_expert() -> None:
+    """Closed form, in 4 dims of two experts along the first two axes, and one that nobody chose."""
+    x = torch.tensor([[3.0, 4, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0], [0, 1, 0, 1]], dtype=torch.float64)
+    weight = torch.tensor([[2.0, 0, 0, 0], [0, 5, 0, 0], [1, 1, 1, 1]], dtype=torch.float64)
+    chosen = torch.tensor([[1], [1], [0], [3]])  # 3 is no expert
+    found = least_capacity(x, weight, chosen)
+    # Cosines 0 of expert 0, and 0.8 of expert 1; a third of the pairs that so many experts share.
+    assert found.tolist() == pytest.approx([1 / 3, math.exp(4 * 0.64 / (2 - 0.64)) / 3, 1 / 3])
+    along = least_capacity(torch.eye(4), torch.eye(4) * 7, torch.arange(4).view(4, 1))
+    assert along.tolist() == [4.0] * 4  # exp(4) / 4 is more than there are
+
+
+def test_no_limit_is_below_the_least_capacity() -> None:
+    chosen = torch.tensor([0] * 14 + [1] * 2).view(16, 1)
+    weights = torch.linspace(0.1, 0.9, 16).view(16, 1)
+    capacity = Capacity(factor=0.25, least="angle")  # 1 1/3 of the pairs, which is 2
+    routing = Routing(chosen, weights, torch.tensor([5.2, 0.3, 0.3]))
+    kept, counts = keep_within(capacity, routing, torch.arange(16), torch.tensor([14, 2, 0]))
+    assert counts.tolist() == [6, 2, 0]
+    assert sorted(kept[:8].tolist()) == [*range(8, 14), 14, 15]
+    with pytest.raises(mk.errors.PlanError, match=r"least='bias' is not known\. Use none or angle"):
+        Capacity(factor=1, least="bias")  # type: ignore[arg-type]
+
+
+def dropped_shares(spec: str) -> list[float]:
+    cell, found = Cell(mesh=spec, layers=2, moe=Moe(experts=8)), []
+    for least in ("none", "angle"):
+        capacity = Capacity(factor=0.1, least=least)  # type: ignore[arg-type]
+        run = start(cell, experts=ExpertPolicy(capacity=capacity))
+        run.forward_backward(own_rows(batches(cell)[0], run.mesh))
+        assert run.dropped_share is not None
+        found.append(float(run.dropped_share))
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2 ep=2", "tp=2 ep=2", "dp_shard=2"])
+def test_fewer_pairs_are_dropped_where_the_angle_wants_more(spec: str) -> None:
+    for none, angle in pool(2).run(dropped_shares, spec):
+        assert 0 < angle < none
+
+
 def test_capacity_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(mk.errors.PlanError, match=r"Capacity: factor=0 leaves no room\. 1\.0 is the even share"):
         Capacity(factor=0)
@@ -155,7 +197,9 @@ class Waits(TorchDispatchMode):
 
 def waits(capacity: Capacity | None, copies: int) -> int:
     """How often the host waits in one forward and backward of a layer of experts."""
-    run = start(Cell(mesh="tp=2 ep=2", layers=2, moe=Moe(experts=8)), experts=ExpertPolicy(capacity=capacity, copies=copies))
+    run = start(
+        Cell(mesh="tp=2 ep=2", layers=2, moe=Moe(experts=8)), experts=ExpertPolicy(capacity=capacity, copies=copies)
+    )
     layer = run.model.get_submodule("layers.1.mlp")
     if copies:
         run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))

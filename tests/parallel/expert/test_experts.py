@@ -170,7 +170,10 @@ def test_copies_are_made_of_busy_experts_and_share_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        ("dp_shard=2", "copies=1 owners='fixed' are about which ranks of ep compute an expert, but the mesh has ep=1 etp=1"),
+        (
+            "dp_shard=2",
+            "copies=1 owners='fixed' are about which ranks of ep compute an expert, but the mesh has ep=1 etp=1",
+        ),
         ("dp_shard=2 etp=2", "but the mesh has ep=1 etp=2. Use ep > 1, or leave them away."),
     ],
 )

@@ -172,7 +172,10 @@ def test_rows_that_do_not_fit_are_refused_on_every_rank_and_never_left_out(mesh:
     [
         ({"max_rows": 0}, "max_rows=0 leaves no room"),
         ({"max_rows": 8, "copies": 1}, "read on the host where tokens go, which max_rows=8 is there to avoid"),
-        ({"max_rows": 8, "dispatcher": OneRank}, "copies, owners, capacity and max_rows are of meshkit's own dispatcher"),
+        (
+            {"max_rows": 8, "dispatcher": OneRank},
+            "copies, owners, capacity and max_rows are of meshkit's own dispatcher",
+        ),
     ],
 )
 def test_policies_without_a_padded_exchange_are_refused(policy: dict[str, Any], text: str) -> None:

@@ -18,9 +18,7 @@ def placements(draw: st.DrawFn) -> Placement:
     ranks = draw(st.integers(1, 5))
     owners = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=9))
     copies = [
-        tuple(sorted(draw(st.sets(st.integers(0, ranks - 1), max_size=3)) - {owner}))
-        if draw(st.booleans())
-        else ()
+        tuple(sorted(draw(st.sets(st.integers(0, ranks - 1), max_size=3)) - {owner})) if draw(st.booleans()) else ()
         for owner in owners
     ]
     return Placement(ranks, tuple(owners), tuple(copies))
@@ -81,9 +79,7 @@ def test_all_ranks_agree_on_where_each_row_goes(placement: Placement, etp: int, 
     row = st.lists(st.integers(0, 9), min_size=placement.experts, max_size=placement.experts)
     counts = [[data.draw(row) for _ in range(etp)] for _ in range(placement.ranks)]
     nodes = tuple(rank // 2 for rank in range(placement.ranks))
-    plans = {
-        (i, j): DispatchPlan(counts, (i, j), placement, nodes) for i in range(placement.ranks) for j in range(etp)
-    }
+    plans = {(i, j): DispatchPlan(counts, (i, j), placement, nodes) for i in range(placement.ranks) for j in range(etp)}
     for (i, j), plan in plans.items():
         assert sum(plan.sent()) == sum(counts[i][j])
         for rank in range(placement.ranks):
@@ -97,7 +93,9 @@ def test_all_ranks_agree_on_where_each_row_goes(placement: Placement, etp: int, 
 
 
 @given(loaded(), st.data())
-def test_rows_stay_on_their_rank_where_the_shares_allow_it(case: tuple[Placement, list[int]], data: st.DataObject) -> None:
+def test_rows_stay_on_their_rank_where_the_shares_allow_it(
+    case: tuple[Placement, list[int]], data: st.DataObject
+) -> None:
     placement, _ = case
     row = st.lists(st.integers(0, 9), min_size=placement.experts, max_size=placement.experts)
     counts = [data.draw(row) for _ in range(placement.ranks)]
