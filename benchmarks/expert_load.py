@@ -4,10 +4,11 @@
     python -m benchmarks.expert_load --train          # records them anew: some minutes
 
 A small mixture of experts is trained without any balance, and at each step it is written down how many tokens of each of 8
-ranks chose each expert of each layer (benchmarks/results/expert_routings.npz). Each way of placing experts then sees the steps
-one after the other: it chooses by the steps before, and its busiest rank is counted with the routing that came. `every rank` is
-what `ExpertPolicy(hot=...)` was until it followed the load: the busiest experts copied to all ranks.
-Copies are counted as experts that are sent to a rank, in one gather of one layer; a step has two, and sends gradients of each back.
+ranks chose each expert of each layer (benchmarks/results/expert_routings.npz). Each way of placing experts then sees the
+steps one after the other: it chooses by the steps before, and its busiest rank is counted with the routing that came. `every
+rank` is what `ExpertPolicy(hot=...)` was until it followed the load: the busiest experts copied to all ranks.
+Copies are counted as experts that are sent to a rank, in one gather of one layer; a step has two, and sends gradients of each
+back.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def batches(rows: int, steps: int) -> Iterator[Tensor]:
 
 Loads = Callable[[np.ndarray], list[int]]
 Way = Callable[[list[list[int]], int, int], tuple[Placement, int, Loads | None]]
-"""(totals of the last steps, layer, step) -> (placement, experts that change owners, rows of each rank of [ranks, experts]; None:
-by the shares of the placement)"""
+"""(totals of the last steps, layer, step) -> (placement, experts that change owners, rows of each rank of [ranks, experts];
+None: by the shares of the placement)"""
 
 
 def every_rank(hot: int) -> Way:

@@ -28,8 +28,8 @@ class Routing(NamedTuple):
 
 @torch.no_grad()
 def least_capacity(x_NC: Tensor, weight_EC: Tensor, experts_NK: Tensor) -> Tensor:
-    """[E], fp32 or wider: exp(C d^2 / (2 - d^2)) / E pairs, d the largest cosine between an expert's routing vector and a token
-    that chose it; 1 / E for an expert that no token chose.
+    """[E], fp32 or wider: exp(C d^2 / (2 - d^2)) / E pairs, d the largest cosine between an expert's routing vector and a
+    token that chose it; 1 / E for an expert that no token chose.
 
     Of tokens in random directions of C dims about a share of exp(-C d^2 / (2 - d^2)) lies as close to a vector: so many must
     be looked at, by E experts together, for one that is as much an expert's own. It ends at as many as there are pairs.

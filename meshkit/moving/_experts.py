@@ -1,8 +1,8 @@
 """Experts to other owners between two steps (re-sharding by load, EPLB), with their optimizer state, and back.
 
 A parameter of stacked experts keeps its name and its shape: what changes is which expert lies in which of its slices, by
-`Placement.owned`. Checkpoints, exports and `move` know the order of the single-device model alone, so experts are brought home
-for them: `experts_at_home`.
+`Placement.owned`. Checkpoints, exports and `move` know the order of the single-device model alone, so experts are brought
+home for them: `experts_at_home`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def move_experts(
 ) -> ReallocationPlan:
     """Give experts to other ranks of ep, in place, between two steps; returns what was sent, to print.
 
-    owners: by the name of a module of experts, for each of its experts the rank of ep. Default: by the loads of the last steps,
-    for all modules; experts change ranks until no change evens the loads by a hundredth of the mean, those of a node first. A
-    rank owns as many as before, or with `ExpertPolicy(spare=...)` up to so many more than its even share, and at least one.
+    owners: by the name of a module of experts, for each of its experts the rank of ep. Default: by the loads of the last
+    steps, for all modules; experts change ranks until no change evens the loads by a hundredth of the mean, those of a node
+    first. A rank owns as many as before, or with `ExpertPolicy(spare=...)` up to so many more than its even share, and
+    at least one.
     optimizer: of these parameters, whose state moves along; None where there is none. Its objects stay the same, and so do
     names and shapes of parameters: only slices change places. A checkpoint has the order of the single-device model.
     Wire: an all-reduce of the loads; a gather of what ranks hold, as objects; then over the mesh the bytes of the plan.
@@ -66,8 +67,8 @@ def move_experts(
 
 @contextmanager
 def experts_at_home(run: Run, optimizer: HoldsState | None) -> Iterator[None]:
-    """Inside, every expert lies where the single-device model has it; afterwards again where it was. A collective, which sends
-    nothing where none was moved."""
+    """Inside, every expert lies where the single-device model has it; afterwards again where it was. A collective, which
+    sends nothing where none was moved."""
     away = {name: hot.placement.owners for name, (_, hot) in _layers(run).items() if not hot.at_home}
     moved = bring_home(run, optimizer)
     try:
@@ -127,7 +128,7 @@ def _ready(run: Run, optimizer: HoldsState | None) -> str:
     for name, param in run.named_parameters():
         if name.startswith(tuple(names)):
             if gradient_of(param) is not None:
-                return f"{name!r} has a gradient, which does not move. Call optimizer.step() and optimizer.zero_grad() before."
+                return f"{name!r} has a gradient, which does not move. Call optimizer.step() and zero_grad() before."
             for key, value in ({} if optimizer is None else optimizer.state.get(param, {})).items():
                 if isinstance(value, Tensor) and value.numel() > 1 and not _laid_out_as(value, param):
                     return (

@@ -19,9 +19,10 @@ MakeDispatcher = Callable[[int, Any], Any]
 class Capacity:
     """Each expert takes at most factor * N * K / E of a rank's (token, choice) pairs, rounded up; the rest are dropped.
 
-    N tokens of the rank, K choices of a token, E experts. least: "angle" lets no limit be below what each expert needs by the
-    angle between its routing vector and the rank's tokens, see `meshkit.moe.routing.least_capacity`. drop: "probability" keeps the pairs with the largest weights,
-    "position" the first tokens. Each rank drops among its own tokens, so the result depends on the mesh.
+    N tokens of the rank, K choices of a token, E experts. drop: "probability" keeps the pairs with the largest weights,
+    "position" the first tokens. least: "angle" lets no limit be below what each expert needs by the angle between its routing
+    vector and the rank's tokens, see `meshkit.moe.routing.least_capacity`. Each rank drops among its own tokens, so the
+    result depends on the mesh.
     Source: Fedus et al. 2022, section 2.2; dropping of own tokens: Liu et al. 2025 (parallel folding).
     """
 
@@ -44,12 +45,12 @@ class Capacity:
 class ExpertPolicy:
     """How tokens get to their experts, beyond what the mesh says.
 
-    capacity: the limit of tokens per expert; None drops nothing. copies: of a layer's busy experts, so many at most are copied
-    to a rank of ep while they compute, and share the tokens; chosen after each step by the tokens of the last `history`, until
-    the busiest rank is expected to have `target` times the mean; see `HotExperts`. owners: "load" lets
-    `meshkit.moving.move_experts` give experts to other ranks between steps; then up to `spare` more than its even share to
-    one. expected: rows of each expert of a layer, from which copies are chosen until a step has been counted, and in all that
-    is said of a run before it runs. max_rows: pad exchanges to so many rows, so that the host waits for no counts: each rank sends each rank of
+    capacity: the limit of tokens per expert; None drops nothing. copies: so many busy experts of a layer, at most, are copied
+    to a rank of ep while they compute, and share the tokens; chosen after each step by the tokens of the last `history`,
+    until the busiest rank is expected to have `target` times the mean; see `HotExperts`. expected: rows of each expert of a
+    layer, by which copies are chosen until a step has been counted, and in all that is said of a run before it runs. owners:
+    "load" lets `meshkit.moving.move_experts` give experts to other ranks between steps, up to `spare` more than its even
+    share to one. max_rows: pad exchanges to so many rows, so that the host waits for no counts: each rank sends each rank of
     ep as many in every call, see `PaddedAllToAll`; None sends as many as there are. dispatcher: another one instead of
     meshkit's.
     """
@@ -106,8 +107,8 @@ class ExpertPolicy:
             self.follows_load or self.capacity is not None or self.max_rows is not None
         ):
             raise PlanError(
-                "ExpertPolicy: copies, owners, capacity and max_rows are of meshkit's own dispatcher; another one has its own "
-                "way. Leave them away, or leave dispatcher away."
+                "ExpertPolicy: copies, owners, capacity and max_rows are of meshkit's own dispatcher; another one has its "
+                "own way. Leave them away, or leave dispatcher away."
             )
 
     @property
@@ -131,6 +132,6 @@ class ExpertPolicy:
             )
         if self.follows_load and ep == 1:
             raise PlanError(
-                f"ExpertPolicy: copies={self.copies} owners={self.owners!r} are about which ranks of ep compute an expert, but "
-                f"the mesh has ep={ep} etp={etp}. Use ep > 1, or leave them away."
+                f"ExpertPolicy: copies={self.copies} owners={self.owners!r} are about which ranks of ep compute an expert, "
+                f"but the mesh has ep={ep} etp={etp}. Use ep > 1, or leave them away."
             )

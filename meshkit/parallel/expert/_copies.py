@@ -75,7 +75,7 @@ class Copies:
         self.order = [by_owner.index(expert) for expert in placement.copied[self.rank]]
 
     def gather(self, weights: Sequence[Tensor]) -> Arriving:
-        """Start to bring copies to their ranks. weights: this rank's stacks of each parameter. Wire: an all-to-all over ep."""
+        """Start to bring copies to their ranks, an all-to-all over ep. weights: this rank's stacks of each parameter."""
         with torch.no_grad():
             return Arriving([_taken(weight, self.leaving) for weight in weights], self.sent, self.received, self.group)
 

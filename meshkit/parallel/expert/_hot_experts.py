@@ -31,8 +31,8 @@ class HotExperts:
     the same. Results do not depend on it. Each expert and its optimizer state belong to one rank: copies live only while they
     compute, in forward and again in backward. With etp a copy is of the features that a rank of etp computes with.
     Wire, per call: as `AllToAll`, with rows of copied experts shared among their holders; and of copies, over ep, an
-    all-to-all of weights in forward, one in backward, and one of gradients. In a run those of forward begin before the block's
-    attention, and those of backward before that of the block after it; see `begin_ahead`.
+    all-to-all of weights in forward, one in backward, and one of gradients. In a run those of forward begin before the
+    block's attention, and those of backward before that of the block after it; see `begin_ahead`.
     Source: Hecate 2025, section 4; prediction by the mean of the last five steps.
     """
 

@@ -38,7 +38,7 @@ def share_rows(
 
 
 def level(placement: Placement, totals: Sequence[int]) -> dict[int, list[int]]:
-    """Rows of each copied expert for each of its holders, so that the busiest rank has as few as can be. totals: of experts."""
+    """Rows of each copied expert for each of its holders, so that the busiest rank has as few as can be. totals: of all."""
     loads = [0] * placement.ranks
     split: dict[int, list[int]] = {}
     for expert, holders in enumerate(placement.holders):

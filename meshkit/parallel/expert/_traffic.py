@@ -87,7 +87,7 @@ def packed_traffic(
 def copy_bytes(
     layout: ExpertLayout, shapes: Mapping[str, Sequence[int]], *, etp: int, coordinate: tuple[int, int], itemsize: int
 ) -> int:
-    """Bytes of one expert as a rank of etp computes with it, and sends it to another rank of ep. shapes: of full parameters."""
+    """Bytes of one expert as a rank of etp computes with it, and sends it over ep. shapes: of full parameters."""
     j, elements = coordinate[1], 0
     for key, (_, *shape) in shapes.items():
         dim = layout.dims[key] - 1

@@ -125,8 +125,8 @@ def explain_resolved(
     coordinate: dict[str, int] | None = None,
     placements: Mapping[str, Placement] | None = None,
 ) -> Explanation:
-    """`explain` of a strategy that is resolved already, such as `run.resolved`. placements: of experts, as a run has them now;
-    default: as it begins."""
+    """`explain` of a strategy that is resolved already, such as `run.resolved`. placements: of experts, as a run has them
+    now; default: as it begins."""
     refuse_sizes(rows, seq_len, microbatches)
     resolved.refuse_tokens(seq_len)
     rank_model = RankModel(

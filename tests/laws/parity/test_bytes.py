@@ -259,8 +259,8 @@ COPY_CELLS = [
 
 
 def observe_copies(cell: Cell) -> list[tuple[Counter[tuple], Counter[tuple]]]:
-    """(seen, said) of a first step, whose copies follow from what is expected, and of a second, from the first's load; what is
-    said of rows is for the routing that there was."""
+    """(seen, said) of a first step, whose copies follow from what is expected, and of a second, from the first's load; what
+    is said of rows is for the routing that there was."""
     run = start(cell, experts=ExpertPolicy(copies=cell.copies, expected=BUSY, target=1.0))
     mesh = run.mesh
     place = {axis: mesh[axis].get_local_rank() for axis in ("pp", "dp_shard", "cp", "tp")}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshkit as mk
 from meshkit.errors import PlanError
+from meshkit.parallel.expert import hot_experts_of
 from meshkit.parallel.expert._stacks import packed_rows
 from meshkit.plan import experts
 from meshkit.plan.auto import auto_plan
