@@ -1,9 +1,9 @@
 """Is context-parallel attention as fast as it can be, and what does splitting it cost?
 
-    python benchmarks/context.py --ranks 4                     # CPU: gloo ranks against a plain ring
-    python benchmarks/context.py --split                       # one process: all partial blocks against one attention
-    python benchmarks/context.py --split --gpu-shapes          # the same on a GPU: bf16, heads 32/8, 8K and 64K tokens
-    torchrun --nproc-per-node 8 benchmarks/context.py          # GPUs: NCCL ranks, PyTorch's own context parallel as peer
+    python -m benchmarks.context --ranks 4                     # CPU: gloo ranks against a plain ring
+    python -m benchmarks.context --split                       # one process: all partial blocks against one attention
+    python -m benchmarks.context --split --gpu-shapes          # the same on a GPU: bf16, heads 32/8, 8K and 64K tokens
+    torchrun --nproc-per-node 8 -m benchmarks.context         # GPUs: NCCL ranks, PyTorch's own context parallel as peer
 
 Forward and backward of one causal attention layer. All loops run on the same ranks, in turn, and a ratio is taken within
 a round, where the load of the machine is nearly the same for all; their medians are printed with quartiles. Before that every
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.table import Table
-from rows import environment, spread
+from benchmarks.rows import environment, spread
 from torch import Tensor
 
 import meshkit as mk

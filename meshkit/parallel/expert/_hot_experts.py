@@ -97,7 +97,8 @@ class HotExperts:
             x_NC = when_over(x_NC, self.before)
 
         def compute_of(plan: DispatchPlan) -> Compute:
-            self._count(plan)
+            if not _torch.is_fake(x_NC):  # choices without values are no load: what is expected stays so
+                self._count(plan)
             return compute if self.copier is None else self._with_copies(module, self.copier)
 
         return self.inner.place(x_NC, routing, self.placement, compute_of, meanwhile)
