@@ -28,10 +28,10 @@ import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from rich.table import Table
-from benchmarks.rows import environment, spread
 from torch import Tensor
 
 import meshkit as mk
+from benchmarks.rows import environment, spread
 from meshkit.core.attention_kernels import Backward, Forward
 from meshkit.faults import run_main
 from meshkit.parallel.context import Shape, choose

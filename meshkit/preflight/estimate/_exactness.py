@@ -17,6 +17,8 @@ def not_composed(resolved: Resolved) -> str:
         return "fp8 keeps casts of weights"
     if resolved.strategy.data.gather is not None or resolved.strategy.data.reduce is not None:
         return "quantized wires have buffers of their own"
+    if resolved.experts and resolved.strategy.experts.expected is not None:
+        return "copies of experts are under way before their block begins"
     cut = resolved.cut
     if cut is not None and cut.splits_backward and cut.tied and not cut.copied:
         return "a tied parameter of two stages of one rank gets gradients in I and in W"
