@@ -48,7 +48,7 @@ SOFTCAPS = {"flash": None, "math": 50.0}
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     ranks: tuple[int, ...] = (2, 4)
-    tokens: tuple[int, ...] = (1024, 4096)
+    tokens: tuple[int, ...] = (512, 2048)
     kernels: tuple[str, ...] = ("flash", "math")
     heads: int = 4
     kv_heads: int = 2
