@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -48,7 +49,7 @@ SOFTCAPS = {"flash": None, "math": 50.0}
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     ranks: tuple[int, ...] = (2, 4)
-    tokens: tuple[int, ...] = (512, 2048)
+    tokens: tuple[int, ...] = (512, 1024)
     kernels: tuple[str, ...] = ("flash", "math")
     heads: int = 4
     kv_heads: int = 2
@@ -197,24 +198,23 @@ def main(settings: Settings) -> None:
         PICTURE.write_text(draw([row for row in rows if row["commit"] == rows[-1]["commit"]]))
         return
     measured: list[dict[str, Any]] = []
+    shared = {
+        key: value for key, value in asdict(settings).items() if key in ("heads", "kv_heads", "head_dim", "rounds")
+    }
     for ranks in settings.ranks:
-        out = Path(os.environ.get("TMPDIR", "/tmp")) / f"attention_grid_{os.getpid()}_{ranks}.jsonl"
-        with dist_port() as port:
-            torch.multiprocessing.start_processes(run_rank, (settings, ranks, port, str(out)), nprocs=ranks)
-        measured += [json.loads(line) for line in out.read_text().splitlines()]
-        out.unlink()
+        with tempfile.NamedTemporaryFile("r") as out, dist_port() as port:
+            torch.multiprocessing.start_processes(run_rank, (settings, ranks, port, out.name), nprocs=ranks)
+            rows = [{**environment(), **shared, **json.loads(line)} for line in Path(out.name).read_text().splitlines()]
+        measured += rows
+        if settings.record:
+            with RESULTS.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            PICTURE.write_text(draw(measured))
     table = Table("mask", "kernel", "tokens", "ranks", *SCHEMES)
     for cell in measured:
         of_schemes = [f"{cell['efficiency'][s]:.2f} {cell['sent_bytes'][s] / 2**20:.2g}M" for s in SCHEMES]
         table.add_row(cell["mask"], cell["kernel"], str(cell["tokens"]), str(cell["ranks"]), *of_schemes)
     Console(soft_wrap=True, width=120).print(table)
-    if settings.record:
-        shared = {
-            key: value for key, value in asdict(settings).items() if key in ("heads", "kv_heads", "head_dim", "rounds")
-        }
-        with RESULTS.open("a") as file:
-            file.writelines(json.dumps({**environment(), **shared, **cell}) + "\n" for cell in measured)
-        PICTURE.write_text(draw(measured))
 
 
 if __name__ == "__main__":

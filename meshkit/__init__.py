@@ -15,6 +15,7 @@ from meshkit import memory as memory
 from meshkit import mesh as mesh
 from meshkit import models as models
 from meshkit import moe as moe
+from meshkit import moving as moving
 from meshkit import optim as optim
 from meshkit import plan as plan
 from meshkit import preflight as preflight
