@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Settings:
     record: bool = False
     """append a row for each cell without the scheme to benchmarks/results/attention_grid.jsonl, and draw them"""
     draw: bool = False
-    """draw the rows of the newest commit there, and measure nothing"""
+    """draw the rows that are there, of each cell the newest, and measure nothing"""
 
 
 def masks(tokens: int) -> dict[str, mk.Mask]:
@@ -67,7 +67,7 @@ def masks(tokens: int) -> dict[str, mk.Mask]:
         "full": mk.Mask.full(tokens),
         "causal": mk.Mask.causal(tokens),
         "window": mk.Mask.causal(tokens, window=tokens // 8),
-        "documents": mk.Mask.documents([after - first for first, after in zip(edges, edges[1:], strict=False)]),
+        "documents": mk.Mask.documents([after - first for first, after in pairwise(edges)]),
     }
 
 
@@ -194,8 +194,7 @@ def _colour(value: float) -> str:
 
 def main(settings: Settings) -> None:
     if settings.draw:
-        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-        PICTURE.write_text(draw([row for row in rows if row["commit"] == rows[-1]["commit"]]))
+        PICTURE.write_text(draw([json.loads(line) for line in RESULTS.read_text().splitlines()]))
         return
     measured: list[dict[str, Any]] = []
     shared = {
