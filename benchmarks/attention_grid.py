@@ -157,17 +157,18 @@ def draw(rows: list[dict[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11" fill="#333">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        '<text x="10" y="18" font-size="13">processor time of one attention of all tokens, over ranks times the busiest '
-        "rank's (1 is perfect); below, MiB that the busiest rank sends</text>",
+        '<text x="10" y="18">one attention of all tokens over ranks times the busiest rank, in processor time: 1 is '
+        "perfect</text>",
+        '<text x="10" y="33" font-size="9">small: MiB that the busiest rank sends, forward and backward</text>',
     ]
     found = {(row["ranks"], row["tokens"], row["kernel"], row["mask"]): row for row in rows}
     for number, (ranks, tokens) in enumerate(blocks):
         left = LEFT + number * (len(SCHEMES) * CELL + 14)
         middle = left + len(SCHEMES) * CELL / 2
-        parts.append(f'<text x="{middle}" y="46" text-anchor="middle">{ranks} ranks, {tokens} tokens</text>')
+        parts.append(f'<text x="{middle}" y="54" text-anchor="middle">{ranks} ranks, {tokens} tokens</text>')
         for column, scheme in enumerate(SCHEMES):
             x = left + (column + 0.5) * CELL
-            parts.append(f'<text x="{x}" y="66" text-anchor="middle" font-size="9">{scheme}</text>')
+            parts.append(f'<text x="{x}" y="70" text-anchor="middle" font-size="9">{scheme}</text>')
         for line, (kernel, mask) in enumerate(lines):
             y = TOP - 14 + line * HIGH + 14 * [*dict.fromkeys(each for each, _ in lines)].index(kernel)
             if number == 0:
