@@ -201,6 +201,7 @@ def set_hot_experts(module: nn.Module, hot: HotExperts) -> None:
 
 
 def hot_experts_of(module: nn.Module) -> HotExperts | None:
+    """Of a module of experts that follow their load; else None."""
     hot: HotExperts | None = module.__dict__.get(_KEY)
     return hot
 
