@@ -46,7 +46,7 @@ def routing_of(kind: str, dtype: torch.dtype, tokens: int = 40) -> Routing:
 
 def naive(module: Experts, x_NC: Tensor, routing: Routing) -> Tensor:
     rows = []
-    for token, (chosen, weights) in enumerate(zip(*routing, strict=True)):
+    for token, (chosen, weights) in enumerate(zip(*routing[:2], strict=True)):
         total = torch.zeros_like(x_NC[token])
         for expert, weight in zip(chosen.tolist(), weights, strict=True):
             gated = F.silu(module.gate_proj[expert] @ x_NC[token]) * (module.up_proj[expert] @ x_NC[token])
