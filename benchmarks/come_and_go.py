@@ -7,8 +7,8 @@ Each replica is a torchrun job of examples/diloco_pretrain.py. Kills (SIGKILL) a
 50 ms after the victim said that it is there) and in a join (while it waits for the others' state, or is given it); the victim
 is started again at once. After each meeting and each join every job writes down a digest of its outer state: of a step all
 must be the same. A stop is the time in which a replica's `OuterOptimizer.step` did not return. The same run without kills
-goes on beside it; each step has a pause, so that the cores have room for both and for those that start. Prints one JSON
-row; --record adds it to results/come_and_go.jsonl.
+goes on beside it; each step has a pause, so that the cores have room for both and for those that start. Kills are spread
+over the run. Prints one JSON row; --record adds it to results/come_and_go.jsonl.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from tests.recipes.launch import ROOT, TORCHRUN, finish, start_command
 RESULTS = Path(__file__).parent / "results/come_and_go.jsonl"
 MOMENTS = ("step", "meeting", "join")
 WAIT_S = 120.0
-ROWS, SEQ_LEN, PAUSE_S = 2, 128, 0.25  # of a replica's step
+ROWS, SEQ_LEN = 2, 128  # of a replica's step
+PAUSE = "COME_AND_GO_PAUSE_S"  # how long a rank waits before each step
+KILLED_UNTIL = 0.95  # of the steps
 
 
 def job() -> None:
@@ -65,7 +68,7 @@ def job() -> None:
             return steps
 
         def step(self) -> None:
-            time.sleep(PAUSE_S)
+            time.sleep(float(os.environ[PAUSE]))
             before, began, number = self.replicas.last, time.monotonic(), self.steps + 1
             super().step()
             if self.replicas.last is not before and self.steps == number:
@@ -109,7 +112,8 @@ class Campaign:
         self.out(index).mkdir(parents=True, exist_ok=True)
         log = str(self.out(index) / "log")
         shell = ["/bin/sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", log, *command]
-        self.jobs[index] = start_command(shell, PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+        paths = f"{ROOT}:{ROOT / 'examples'}"
+        self.jobs[index] = start_command(shell, PYTHONPATH=paths, **{PAUSE: str(options.pause)})
 
     def out(self, index: int) -> Path:
         return self.folder / f"replica-{index}"
@@ -128,13 +132,18 @@ class Campaign:
         member = self.member(index)
         return member is not None and member.standing == "in"
 
-    def wait(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT_S
+    def has_met(self, step: float) -> bool:
+        """Whether some replica has met, or was given the others' state, at the step or after it."""
+        written = [path.read_text().rpartition("\n")[0] for path in self.folder.glob("replica-*/outer.jsonl")]
+        return any(json.loads(lines.splitlines()[-1])["step"] >= step for lines in written if lines)
+
+    def wait(self, what: Callable[[], bool], *, longest_s: float = WAIT_S, look_s: float = 0.002) -> None:
+        end = time.monotonic() + longest_s
         while not what():
             if time.monotonic() > end or any(process.poll() is not None for process in self.jobs.values()):
                 logs = [(self.out(index) / "log").read_text()[-1500:] for index in self.jobs]
                 raise AssertionError("\n".join([*self.lines[-10:], *logs]))
-            time.sleep(0.002)
+            time.sleep(look_s)
 
     def kill(self, index: int, moment: str, draw: random.Random) -> None:
         """At such a moment of it, as soon as there is one, and all others count; then it starts anew."""
@@ -159,7 +168,7 @@ class Campaign:
 
     def end(self) -> None:
         for index, process in self.jobs.items():
-            status, _ = finish(process, timeout_s=1800)
+            status, _ = finish(process, timeout_s=3600)
             assert status == 0, (self.out(index) / "log").read_text()[-3000:]
         self.stopped.set()
         self.thread.join(10)
@@ -186,6 +195,9 @@ def run(folder: Path, options: argparse.Namespace, kills: int) -> tuple[Campaign
             moment = MOMENTS[number % len(MOMENTS)]
             if moment != "join" or victim < 0:  # a join is that of the last victim
                 victim = draw.randrange(options.replicas)
+            if moment != "join":  # which follows the kill before at once
+                due = (number + draw.random()) / kills * KILLED_UNTIL * options.steps
+                campaign.wait(partial(campaign.has_met, due), longest_s=3600, look_s=0.1)
             campaign.kill(victim, moment, draw)
             moments.append(moment)
             print(f"{number + 1}: replica {victim} in a {moment}: {campaign.lines[-1]}", flush=True)
@@ -201,7 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--pause", type=float, default=0.5, help="seconds before each step of a replica")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -226,6 +239,7 @@ def main() -> None:
             "rows_a_step": ROWS * options.replicas,
             "seq_len": SEQ_LEN,
             "every": options.every,
+            "pause_s": options.pause,
             "grace_s": options.grace,
             "kills": options.kills,
             "moments": {moment: moments.count(moment) for moment in MOMENTS},

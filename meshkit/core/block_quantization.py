@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 BlockWire = Literal["int8", "fp8", "int4"]
@@ -41,26 +40,28 @@ def quantize_blocks(values: Tensor, wire: BlockWire) -> Tensor:
     """
     levels = LEVELS[wire]
     scale = (values.abs().amax(dim=1, keepdim=True) / levels).float()
-    scaled = (values / torch.where(scale == 0, 1, scale)).clamp(-levels, levels).nan_to_num(nan=0.0)
+    scaled = (values / torch.where(scale == 0, 1, scale)).clamp_(-levels, levels).nan_to_num_(nan=0.0)
     if wire == "fp8":
-        return torch.cat([scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)], dim=1)
-    codes = scaled.round().to(torch.int8)
-    if wire == "int4":
-        low, high = rearrange((codes + levels + 1).view(torch.uint8), "n (pair two) -> two n pair", two=2)
-        packed = low | (high << 4)
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        packed = codes.view(torch.uint8)
-    return torch.cat([packed, scale.view(torch.uint8)], dim=1)
+        codes = scaled.round_().to(torch.int8)
+        if wire == "int4":  # the first half of a block in the low bits, the second in the high ones
+            low, high = (codes + (levels + 1)).view(torch.uint8).chunk(2, dim=1)
+            codes = (high << 4).bitwise_or_(low)
+    return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 
 def dequantize_blocks(packed: Tensor, wire: BlockWire, dtype: torch.dtype) -> Tensor:
     """packed: uint8 [N, bytes of a block]. Returns [N, 128]."""
     codes, scale = packed[:, :-SCALE_BYTES], packed[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    values = packed.new_empty((len(packed), BLOCK), dtype=dtype)
     if wire == "int4":
-        pairs = torch.stack([codes & 15, codes >> 4], dim=2)
-        signed = rearrange(pairs, "n pair two -> n (pair two)").to(dtype) - (LEVELS[wire] + 1)
+        low, high = values.chunk(2, dim=1)
+        low.copy_(codes & 15)
+        high.copy_(codes >> 4)
+        values -= LEVELS[wire] + 1
     elif wire == "fp8":
-        signed = codes.contiguous().view(torch.float8_e4m3fn).to(dtype)
+        values.copy_(codes.contiguous().view(torch.float8_e4m3fn))
     else:
-        signed = codes.contiguous().view(torch.int8).to(dtype)
-    return signed * scale.to(dtype)
+        values.copy_(codes.view(torch.int8))
+    return values.mul_(scale.to(dtype))

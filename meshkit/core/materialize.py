@@ -89,7 +89,10 @@ def release(tensor: Tensor, *, storage: bool = True) -> None:
 
 
 def _made(param: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(param, device=device)
+    if isinstance(param, DTensor):  # an operator on a DTensor takes many times as long as one on its shard
+        made: Tensor = _torch.dtensor_like(param, torch.empty_like(local_tensor(param), device=device))
+    else:
+        made = torch.empty_like(param, device=device)
     if _hollow.get() and (type(made) is Tensor or (isinstance(made, DTensor) and _is_even(made))):
         local_tensor(made).untyped_storage().resize_(0)
     return made

@@ -102,6 +102,7 @@ class Run:
     rows: RowsGuard | None = None  # of what mixes the rows of a batch
     watcher: StepWatch | None = None  # of microbatches and gradients
     mover: Mover | None = None
+    trusts_losses: bool = False  # where nothing has values: that a loss is a sum over its parts is not looked at
 
     @property
     def strategy(self) -> Strategy:
@@ -184,7 +185,11 @@ class Run:
         """
         microbatches = (self.strategy.microbatches or 1) if microbatches is None else microbatches
         _refuse_no_batch("forward_backward", batch)
-        watch = self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
+        watch = (
+            None
+            if self.trusts_losses
+            else self._losses.watch("forward_backward", batch, microbatches, loss, count, mask)
+        )
         self.valid_tokens = self._begin("forward_backward", batch, loss, count, mask, microbatches, watch, step=step)
         tokens = self.valid_tokens.clamp(min=1)
         adapters = lora_of(self.model)

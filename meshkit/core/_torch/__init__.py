@@ -45,6 +45,7 @@ from .fsdp import note_reductions as note_reductions
 from .fsdp import own_memory as own_memory
 from .fsdp import unit_parameters as unit_parameters
 from .fsdp import UnitParameter as UnitParameter
+from .fsdp import gather_once as gather_once
 from .fsdp import unsharded_parameters as unsharded_parameters
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks

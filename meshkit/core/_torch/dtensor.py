@@ -55,6 +55,8 @@ def dtensor_like(param: DTensor, local: Tensor, shape: tuple[int, ...] | None = 
     Private: DTensor's constructor and DTensorSpec, as FSDP2 uses them; `DTensor.from_local` would move a host tensor to the
     mesh's device. Checked: 2.11, 2.15. Replaced by: nothing yet.
     """
+    if shape is None and local.dtype == param.dtype:
+        return DTensor(local, param._spec, requires_grad=False)
     full = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
     spec = DTensorSpec(
         param.device_mesh, param.placements, tensor_meta=TensorMeta(full.shape, full.stride(), local.dtype)

@@ -478,6 +478,14 @@ def unsharded_parameters(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def gather_once(module: nn.Module) -> None:
+    """Gather every FSDP unit and free it again: afterwards it has the tensors that `unsharded_parameters` names."""
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+        unit.reshard()
+
+
 def own_memory(value: Any) -> Any:
     """A tensor that is a view, copied; anything else as it is. For what a module under FSDP returns.
 
