@@ -1,12 +1,17 @@
-"""Rows of benchmarks say which code they measured: a commit that whoever reads them can look at."""
+"""Rows of benchmarks say which code they measured: a commit that whoever reads them can look at, and rows beside peers
+the code as it is now."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks.peers import page
+from benchmarks.peers.fresh import digest, is_fresh
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -25,3 +30,31 @@ def test_each_row_names_a_commit_of_this_history(path: Path) -> None:
         # A branch that was rebased after it was measured leaves a name that nobody can look up.
         found = git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
         assert found, f"{path.name} names {commit}, which is not in this history. Record the rows again."
+
+
+PEERS = page.read()
+
+
+@pytest.mark.parametrize("row", PEERS, ids=lambda row: f"{row['cell']}: {row['peer']}")
+def test_what_a_row_beside_a_peer_measured_is_the_code_of_today(row: dict[str, Any]) -> None:
+    assert row["code"]["files"] and not row["commit"].endswith("+changes")
+    assert is_fresh(row), (
+        f"{row['cell']} beside {row['peer']} is older than the code it measured, "
+        f"{', '.join(row['code']['files'])}. make peers ARGS='--stale' measures it again."
+    )
+
+
+def test_the_page_of_peers_shows_the_rows() -> None:
+    assert page.table(PEERS) in page.PAGE.read_text(), "python -m benchmarks.peers.page"
+
+
+def test_comments_are_free_to_change_and_code_is_not(tmp_path: Path) -> None:
+    def of(text: str) -> str:
+        (tmp_path / "a.py").write_text(text)
+        return digest(["a.py"], tmp_path)
+
+    first = of('"""What it does."""\n\nx = "#1"  # one\n\n\ndef f():\n    """Gives x."""\n    return x\n')
+    assert of('x = "#1"\ndef f():\n    # see x\n    return x\n') == first
+    assert of('x = "#2"\ndef f():\n    return x\n') != first
+    (tmp_path / "a.py").unlink()
+    assert digest(["a.py"], tmp_path) != first
