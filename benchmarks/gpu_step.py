@@ -4,7 +4,7 @@
     python benchmarks/gpu_step.py --preset tiny         # that it runs, on a CPU
     python benchmarks/gpu_step.py --again               # no GPU: recorded rows beside what is predicted of them now
 
-A case is a loop (meshkit, or transformers' decoder with fully_shard by hand: `peers/plain.py`), a length and what the strategy
+A case is a loop (meshkit, or transformers' decoder with fully_shard: `peers/plain.py`), a length and what the strategy
 says besides. Cases run one after the other, each on the whole device, in one process a loop: a GPU has room for one. Each
 compiles its blocks, warms up, and times every step by events of the device, without waiting for it. The median and quartiles
 are of steps. The losses of two loops on one work must agree, or nothing is reported. Rows of meshkit have beside them what

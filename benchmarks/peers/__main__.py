@@ -51,6 +51,8 @@ def main(settings: Settings) -> int:
     console = Console(soft_wrap=True, width=110)
     if unknown := [name for name in settings.cells if name not in CELLS]:
         raise SystemExit(f"--cells {unknown}: choose of {', '.join(CELLS)}.")
+    if settings.record and (settings.preset != "tiny" or settings.mesh or settings.layers):
+        raise SystemExit("--record: rows are of the table's own work; leave --preset, --mesh and --layers away.")
     multiprocessing.set_forkserver_preload(["benchmarks.peers.work"])  # imported once, shared by all ranks
     failed = []
     for name in settings.cells:

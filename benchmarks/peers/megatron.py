@@ -1,8 +1,8 @@
 """megatron-core: its GPTModel with parallel layers, its loss over the vocabulary's parts, its DDP with gradient buffers.
 
-Without Transformer Engine its attention writes out all scores. The optimizer is torch's fused AdamW, and the norm is added up here:
-its own take both for CUDA. What it lacks on a CPU is in `_on_a_cpu`: it makes tensors on the current CUDA device, and forks
-CUDA's generator around a dropout that is 0.
+Without Transformer Engine its attention writes out all scores. The optimizer is torch's fused AdamW, and the norm is added
+up here: its own are for CUDA. What it lacks on a CPU is in `_on_a_cpu`: it makes tensors on the current CUDA device, and
+forks CUDA's generator around a dropout that is 0.
 """
 
 from __future__ import annotations
