@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,6 +54,7 @@ def main(settings: Settings) -> int:
         raise SystemExit(f"--cells {unknown}: choose of {', '.join(CELLS)}.")
     if settings.record and (settings.preset != "tiny" or settings.mesh or settings.layers):
         raise SystemExit("--record: rows are of the table's own work; leave --preset, --mesh and --layers away.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks that are stopped are ended too
     multiprocessing.set_forkserver_preload(["benchmarks.peers.work"])  # imported once, shared by all ranks
     failed = []
     for name in settings.cells:

@@ -145,9 +145,8 @@ def _fill(model: GPTModel, values: Mapping[str, Tensor], work: Training) -> None
 
 
 def _clip(params: list[nn.Parameter]) -> None:
-    """Parts of matrices are of different ranks of tp, norms are the same on all."""
-    split = [param.grad for param in params if getattr(param, "tensor_model_parallel", False)]
-    whole = [param.grad for param in params if not getattr(param, "tensor_model_parallel", False)]
-    squares = get_total_norm(split).square()
+    """Matrices are split over tp, norms are the same on all its ranks."""
+    squares = get_total_norm([param.grad for param in params if param.ndim > 1]).square()
     dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
-    clip_grads_with_norm_(params, MAX_NORM, (squares + get_total_norm(whole).square()).sqrt())
+    whole = get_total_norm([param.grad for param in params if param.ndim == 1])
+    clip_grads_with_norm_(params, MAX_NORM, (squares + whole.square()).sqrt())

@@ -73,7 +73,7 @@ def training_step(model: nn.Module, work: Training, *, plan: mk.Plan | None = No
         mk.init_mesh(work.mesh, device_type=work.device_type),
         plan=plan,
         memory=mk.MemoryPolicy(precision=mk.strategy.Precision() if work.bf16 else None),
-        zero=work.zero,
+        zero=work.zero if work.spec.pp == 1 else None,
         sequence=work.sequence,
         pipeline=pipeline if work.spec.pp > 1 else mk.strategy.PipelinePolicy(),
         compile=work.compile,

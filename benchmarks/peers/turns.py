@@ -27,7 +27,7 @@ import meshkit as mk
 from benchmarks.rows import Spread, spread
 from meshkit.metrics import peak_memory
 
-TURN_S = 240.0
+TURN_S = 900.0
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent is gone
 LIBRARY = Path(mk.__file__).parent
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.peers import page
 from benchmarks.peers.fresh import digest, is_fresh
+from benchmarks.peers.turns import Block, refuse_other_losses
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -58,3 +59,14 @@ def test_comments_are_free_to_change_and_code_is_not(tmp_path: Path) -> None:
     assert of('x = "#2"\ndef f():\n    return x\n') != first
     (tmp_path / "a.py").unlink()
     assert digest(["a.py"], tmp_path) != first
+
+
+@pytest.mark.parametrize("other", [[2.0, 1.0 + 3e-6], [2.0, float("nan")]])
+def test_a_loop_with_another_trace_has_no_row(other: list[float]) -> None:
+    def did(values: list[float]) -> list[Block]:
+        return [Block(values=values, wall_s=1.0, cpu_s=1.0, peak_bytes=1)]
+
+    same = {"meshkit": did([2.0, 1.0]), "peer": did([2.0, 1.0 + 1e-6])}
+    assert refuse_other_losses(same, steps=2, tolerance=2e-6)[1] == pytest.approx(1e-6)
+    with pytest.raises(SystemExit, match="step 2: peer has the loss .*: not the same work"):
+        refuse_other_losses({**same, "peer": did(other)}, steps=2, tolerance=2e-6)
