@@ -149,8 +149,7 @@ def _post_training(work: PostTraining, *, pairs: bool) -> tuple[mk.Run, Optimize
 
 
 def _llama(config: mk.models.LlamaConfig, mesh: mk.Mesh) -> mk.Run:
-    """As DDP has it: whole parameters on every rank, gathered once a step."""
-    return mk.parallelize(decoder(transformers_decoder(config), config), mesh, plan=LLAMA_PLAN, zero=2)
+    return mk.parallelize(decoder(transformers_decoder(config), config), mesh, plan=LLAMA_PLAN)
 
 
 def grpo(work: Rollouts, turns: Turns) -> None:

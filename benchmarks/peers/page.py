@@ -47,6 +47,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             ratios = [shown(row[name]) for name in ("wall_ratio", "cpu_ratio", "peak_memory_ratio")]
             loads = "–".join(f"{load:g}" for load in row["loadavg"])
             lines.append(f"| {'' if index else cell} | {row['peer']} | {' | '.join(ratios)} | {loads} |")
+    lost = [f"{row['cell']} to {row['peer']}" for row in rows if row["cpu_ratio"]["low"] > 1]
+    lines += ["", f"meshkit needs more CPU time, quartiles above 1: {'; '.join(lost) or 'nowhere'}."]
+    lost = [f"{row['cell']} to {row['peer']}" for row in rows if row["peak_memory_ratio"]["low"] > 1]
+    lines += ["", f"More memory: {'; '.join(lost) or 'nowhere'}."]
     return "\n".join(["", *lines, "", ""])
 
 

@@ -23,14 +23,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
-        out = part.new_empty(dist.get_world_size(), *part.shape)
+        out = part.new_empty(dist.get_world_size() * len(part), *part.shape[1:])
         dist.all_gather_into_tensor(out, part.contiguous())
-        return out
+        return out.unflatten(0, (-1, len(part)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         out = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(out, grad.contiguous())
+        dist.reduce_scatter_tensor(out, grad.flatten(0, 1).contiguous())
         return out
 
 

@@ -95,7 +95,7 @@ class Training:
 class PostTraining:
     """SFT or DPO on examples of unequal lengths. samples: examples or pairs of a global batch."""
 
-    mesh: str = "dp_shard=2"
+    mesh: str = "dp_replicate=2"  # as DDP has it
     config: mk.models.LlamaConfig = TINY
     samples: int = 16
     longest: int = 256
@@ -110,7 +110,7 @@ class PostTraining:
 class Rollouts:
     """Steps of GRPO on sums to add. All answers are as long as they may be: nobody gains by what lengths differ."""
 
-    mesh: str = "dp_shard=2"
+    mesh: str = "dp_replicate=2"  # as DDP has it
     prompts: int = 8
     samples: int = 8
     new_tokens: int = 16
