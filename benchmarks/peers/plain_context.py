@@ -59,5 +59,7 @@ def context_parallel(work: Training) -> tuple[nn.Module, Tensor]:
     model.set_attn_implementation("gathered")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks = torch.arange(work.tokens).chunk(2 * ranks)
-    forward = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    forward = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
+    )
     return forward, torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))

@@ -294,7 +294,7 @@ def _moe_config(work: Training) -> Qwen3Model.Config:
     )
     for layer in layers:
         layer.moe.load_balance_coeff = None
-        layer.attention.q_norm.eps = layer.attention.k_norm.eps = sizes.rms_norm_eps
+        layer.attention.qk_norm.eps = sizes.rms_norm_eps
     return Qwen3Model.Config(**_around(work, layers))
 
 
