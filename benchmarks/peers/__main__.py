@@ -70,7 +70,7 @@ def main(settings: Settings) -> int:
         if settings.record:
             page.keep(rows)
     for text in failed:
-        console.print(f"no row: {text}")
+        print(f"no row: {text}")
     return bool(failed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from itertools import count
 
@@ -59,10 +58,11 @@ def train(work: Training, turns: Turns) -> None:
 
 
 def moe(work: Training, turns: Turns) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        transformers_model(work).save_pretrained(folder)
-        model = build_model(config_from_pretrained(folder))
-        load_pretrained(model, folder)
+    if dist.get_rank() == 0:
+        transformers_model(work).save_pretrained(turns.folder / "model")
+    dist.barrier()
+    model = build_model(config_from_pretrained(turns.folder / "model"))
+    load_pretrained(model, turns.folder / "model")
     repeat(training_step(model.train(), work, plan=moe_plan(work.config)), work, turns)
 
 
