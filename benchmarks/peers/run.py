@@ -90,10 +90,9 @@ def run_cell(
 
 
 def described(cell: Cell) -> dict[str, Any]:
-    """What of the work is not its default."""
-    fields = [each for each in dataclasses.fields(cell.work) if each.name != "config"]
-    values = {each.name: getattr(cell.work, each.name) for each in fields}
-    return {"kind": cell.kind} | {each.name: values[each.name] for each in fields if values[each.name] != each.default}
+    """The work, but for the sizes of its model."""
+    fields = [each.name for each in dataclasses.fields(cell.work) if each.name != "config"]
+    return {"kind": cell.kind} | {name: getattr(cell.work, name) for name in fields}
 
 
 def measures(taken: list[Block], cell: Cell) -> dict[str, Any]:
