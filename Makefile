@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # each of many processes would compile the tests, with their asserts rewritten, again
 
-.PHONY: install demo test test-deep gate gpu zoo accuracy check docs site clean
+.PHONY: install demo test test-deep gate gpu peers zoo accuracy check docs site clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +37,23 @@ gate: install
 # On 1, 2, 4 or 8 GPUs, whichever there are: the gate's cells on NCCL, then the benchmarks; rows, and docs/gpu.md of them.
 gpu: install
 	$(BIN)/python -m tests.gpu
+
+# The same work with other libraries, in turns: rows into benchmarks/results/peers.jsonl, and docs/peers.md of them. Theirs is
+# an environment over .venv, so torch is the same. ARGS="--stale" measures what has no row, or a row of other code.
+PEERS := .venv-peers
+ARGS :=
+peers: $(PEERS)/.installed
+	PYTHONPATH=. $(PEERS)/bin/python -m benchmarks.peers --record $(ARGS)
+
+$(PEERS)/.installed: $(VENV)/.installed benchmarks/peers/requirements.txt
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77,<90"  # builds DeepSpeed's wheel
+	grep -E '^(torch|transformers|tokenizers|safetensors|numpy|accelerate)==' constraints.txt > $(PEERS)/constraints.txt
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c $(PEERS)/constraints.txt --no-build-isolation -r benchmarks/peers/requirements.txt
+	touch $@
 
 # Every causal language model of transformers, and odd modules, on every mesh: each right or refused. Goes on where it was
 # ended, and writes tests/zoo/results.jsonl and docs/zoo.md.

@@ -3,7 +3,7 @@
     python benchmarks/einops_cost.py              # one process, one thread; a minute
     python benchmarks/einops_cost.py --record     # adds a row to results/einops.jsonl
 
-Eager: nanoseconds of a pattern beside the view chain that does the same, on the shapes of `step_time.py`'s tiny model. Both
+Eager: nanoseconds of a pattern beside the view chain that does the same, on the shapes of the peer suite's tiny model. Both
 give views of one memory, or no number is reported. The share of a step is what the patterns add to one forward and backward
 of that model if *every* line of meshkit's that splits, merges or moves dims were a pattern: their number, counted by a
 `TorchFunctionMode`, and that of calls of einops already in the tree, times the largest difference of the pairs.
@@ -32,13 +32,13 @@ from einops import rearrange, repeat
 from rich.console import Console
 from rich.table import Table
 from rows import Spread, environment, spread
-from step_time import PRESETS
 from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.overrides import TorchFunctionMode
 
 import meshkit as mk
+from benchmarks.peers.work import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "einops.jsonl"
 ROOT = str(Path(mk.__file__).parent)
@@ -174,7 +174,7 @@ def count_calls(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def demo_steps() -> dict[str, Callable[[], Any]]:
-    """Of the tiny model of `step_time.py` on a mesh of one rank: a training step, and a forward of one token a row.
+    """Of the tiny model of the peer suite on a mesh of one rank: a training step, and a forward of one token a row.
 
     The second has next to nothing to compute: it is what Python's part of a step comes to where the device is fast, or in
     generation.

@@ -4,7 +4,7 @@
     python benchmarks/gpu_step.py --preset tiny         # that it runs, on a CPU
     python benchmarks/gpu_step.py --again               # no GPU: recorded rows beside what is predicted of them now
 
-A case is a loop (meshkit, or transformers' decoder with fully_shard by hand: `loops.py`), a length and what the strategy
+A case is a loop (meshkit, or transformers' decoder with fully_shard: `peers/plain.py`), a length and what the strategy
 says besides. Cases run one after the other, each on the whole device, in one process a loop: a GPU has room for one. Each
 compiles its blocks, warms up, and times every step by events of the device, without waiting for it. The median and quartiles
 are of steps. The losses of two loops on one work must agree, or nothing is reported. Rows of meshkit have beside them what
@@ -28,15 +28,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from interleaved_timing import join_world
-from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Work, meshkit_model, plain, transformers_model
 from rich.console import Console
 from rich.table import Column, Table
 from rows import environment, spread
-from step_time import PRESETS, TOL_LOSS_BF16
 from torch import Tensor
 
 import meshkit as mk
+from benchmarks.peers.meshkit import adamw, decoder, update
+from benchmarks.peers.plain import training_step
+from benchmarks.peers.turns import join_world
+from benchmarks.peers.work import PRESETS, TOL_LOSS_BF16, Training, transformers_model
 from meshkit.metrics import ModelFlops, peak_flops_per_s, peak_memory
 from meshkit.models.llama import LLAMA_PLAN
 from meshkit.strategy import (
@@ -125,17 +126,16 @@ def cases(settings: Settings) -> list[Case]:
     return found
 
 
-def work_of(case: Case, settings: Settings) -> Work:
+def work_of(case: Case, settings: Settings) -> Training:
     cuda = torch.cuda.is_available()
     config = dataclasses.replace(
         PRESETS[settings.preset].config, num_hidden_layers=case.layers, vocab_size=case.vocabulary
     )
-    return Work(
+    return Training(
         config=config,
-        mesh=mk.MeshSpec.parse("dp_shard=1"),
+        mesh="dp_shard=1",
         rows=case.rows,
         tokens=case.tokens,
-        sequence=False,
         bf16=True,
         compile=settings.compile,
         device_type="cuda" if cuda else "cpu",
@@ -161,23 +161,21 @@ def timed(case: Case, settings: Settings, device: torch.device) -> dict[str, Any
     """Seconds of each step, losses, and the most bytes that were allocated and reserved."""
     began, work = time.perf_counter(), work_of(case, settings)
     if case.loop == "plain":
-        by_hand = plain(work)
+        by_hand = training_step(work)
 
         def step(batch: dict[str, Tensor]) -> Tensor:
             return by_hand(batch["input_ids"], batch["labels"])
     else:
         run = mk.parallelize(
-            meshkit_model(transformers_model(work), work.config),
+            decoder(transformers_model(work), work.config),
             mk.init_mesh(work.mesh, device_type=work.device_type),
             strategy=strategy_of(case, compile=work.compile),
         )
-        optimizer = mk.adamw(run, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        optimizer = adamw(run)
 
         def step(batch: dict[str, Tensor]) -> Tensor:
             loss = run.forward_backward(batch)
-            mk.clip_grad_norm(run, MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(run, optimizer)
             return loss
 
     losses = [float(step(batch_of(index, case, device))) for index in range(settings.warmup)]

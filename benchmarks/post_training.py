@@ -6,7 +6,7 @@
 
 One Llama, the same weights and the same examples in the same steps: bodies of functions of Python's standard library, asked
 for by signature and docstring, of 10 to 500 tokens; for DPO the real body against a wrong one. TRL is run as
-`loops_trl.py` says, in microbatches of several sizes, each a loop of its own; meshkit packs each step into few rows. The
+`trl.py` says, in microbatches of several sizes, each a loop of its own; meshkit packs each step into few rows. The
 first losses must agree, or nothing is reported. Blocks of a few steps alternate between the loops; a ratio is taken within a
 round, and its median over rounds is printed with its quartiles. Tokens are those of examples, padding is not counted.
 """
@@ -30,7 +30,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from interleaved_timing import (
+from rich.console import Console
+from rich.table import Column, Table
+from rows import environment
+
+import meshkit as mk
+from benchmarks.peers.meshkit import adamw, decoder, update
+from benchmarks.peers.turns import (
     Block,
     Leave,
     Turns,
@@ -41,12 +47,7 @@ from interleaved_timing import (
     take_turns,
     world,
 )
-from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
-from rich.console import Console
-from rich.table import Column, Table
-from rows import environment
-
-import meshkit as mk
+from benchmarks.peers.work import transformers_decoder
 from meshkit.algos.preference import PreferenceLoss, count_pairs, preference_objective
 from meshkit.algos.rollout import REFERENCE, token_values
 from meshkit.data import ExampleLoader, Tokenizer, encode_pair, fit, train_tokenizer
@@ -158,7 +159,7 @@ def prepare(settings: Settings) -> Data:
 def run_rank(rank: int, loop: str, data: Data, settings: Settings, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if loop != "meshkit":
-        importlib.import_module("loops_trl")  # before memory is counted
+        importlib.import_module("benchmarks.peers.trl")  # before memory is counted
     imported_bytes = resident_bytes()
     device = join_world(rank, mk.MeshSpec.parse(settings.mesh).world_size, folder)
     turns = Turns(pipe, device, warmup=settings.warmup, steps=settings.steps, imported_bytes=imported_bytes)
@@ -174,7 +175,7 @@ def train_with_meshkit(loop: str, data: Data, settings: Settings, turns: Turns) 
 
     def start() -> mk.Run:
         return mk.parallelize(
-            meshkit_model(transformers_llama(config), config),
+            decoder(transformers_decoder(config), config),
             mesh,
             plan=LLAMA_PLAN,
             memory=mk.MemoryPolicy(loss=mk.strategy.ChunkedLoss(tokens=settings.chunk)),
@@ -182,7 +183,7 @@ def train_with_meshkit(loop: str, data: Data, settings: Settings, turns: Turns) 
         )
 
     run = start()
-    optimizer = mk.adamw(run, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = adamw(run)
     loader = ExampleLoader(
         data.units,
         seq_len=settings.seq_len,
@@ -210,23 +211,21 @@ def train_with_meshkit(loop: str, data: Data, settings: Settings, turns: Turns) 
                 count=count_pairs,
                 microbatches=settings.microbatches,
             )
-        mk.clip_grad_norm(run, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(run, optimizer)
         turns.end_step(loss)
 
 
 def train_with_trl(loop: str, data: Data, settings: Settings, turns: Turns) -> None:
-    import loops_trl
+    from benchmarks.peers import trl
 
     rows = int(loop.removeprefix("trl/"))
-    model = transformers_llama(settings.config)
+    model = transformers_decoder(settings.config)
     if settings.task == "sft":
-        loops_trl.train_sft(model, data.steps, data.tokenizer, turns, rows=rows)
+        trl.train_sft(model, data.steps, data.tokenizer, turns, rows=rows)
         return
-    loops_trl.train_dpo(
+    trl.train_dpo(
         model,
-        transformers_llama(settings.config).eval(),
+        transformers_decoder(settings.config).eval(),
         [[unit for row in step for unit in row] for step in data.steps],
         data.tokenizer,
         turns,
@@ -268,7 +267,7 @@ def main(settings: Settings) -> None:
         f"{settings.task}, {settings.packing}: {len(data.units)} units, {mean:.0f} tokens a step in the mean, the longest "
         f"example {longest}"
     )
-    multiprocessing.set_forkserver_preload(["loops"])  # imported once, shared by all ranks
+    multiprocessing.set_forkserver_preload(["benchmarks.peers.work"])  # imported once, shared by all ranks
     loops = ["meshkit", *(f"trl/{rows}" for rows in settings.trl_rows)]
     loadavg = [round(os.getloadavg()[0], 1)]
     with ExitStack() as stack:
@@ -290,7 +289,7 @@ def main(settings: Settings) -> None:
         )
         table.add_row(loop, *cells)
     console.print(table)
-    table = Table("meshkit /", "tokens/s", "CPU time", "peak memory")
+    table = Table("meshkit /", "time", "CPU time", "peak memory")
     for loop, ratio in ratios.items():
         table.add_row(loop, *(f"{one.median:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in ratio.values()))
     console.print(table)

@@ -25,10 +25,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from rows import Spread, environment, spread
-from step_time import PRESETS
 from torch import nn
 
 import meshkit as mk
+from benchmarks.peers.work import TINY
 from meshkit._guards import guards_of
 from meshkit.core.asked_once import AskedOnce
 from meshkit.program import read_program
@@ -99,7 +99,7 @@ def each_step() -> Spread:
         def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
             return input_ids
 
-    resolved, _ = decide(mk.models.Llama(PRESETS["tiny"].config), "dp_shard=2 tp=2")
+    resolved, _ = decide(mk.models.Llama(TINY), "dp_shard=2 tp=2")
     bare, watched = Nothing(), Nothing()
     for guard in guards_of(resolved, AskedOnce(None)):
         watched.register_forward_pre_hook(guard, with_kwargs=True)

@@ -28,14 +28,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from interleaved_timing import Block, Leave, Turns, compare, join_world, resident_bytes, take_turns, world
-from loops import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, meshkit_model, transformers_llama
 from rich.console import Console
 from rich.table import Column, Table
 from rows import environment
 from torch import Tensor
 
 import meshkit as mk
+from benchmarks.peers.meshkit import adamw, decoder, update
+from benchmarks.peers.turns import Block, Leave, Turns, compare, join_world, resident_bytes, take_turns, world
+from benchmarks.peers.work import RL_LEARNING_RATE, reward, transformers_decoder
 from meshkit.algos.policy import PRESETS, pack_rollouts, policy_count, policy_objective, step_advantages
 from meshkit.algos.rollout import Prompt, Rollout, Sampling, generate
 from meshkit.data import REFERENCE_ALPHABET, Record, Tokenizer, addition_tasks, character_tokenizer
@@ -43,7 +44,6 @@ from meshkit.models import LLAMA_PLAN, LlamaConfig
 
 RESULTS = Path(__file__).parent / "results" / "rl.jsonl"
 
-LEARNING_RATE = 1e-6  # as large models have it: lengths stay those that the first weights write
 TOL_TOKENS = 0.1  # relative: lengths are drawn
 
 
@@ -91,20 +91,13 @@ class Settings:
         )
 
 
-def reward(text: str, gold: str) -> float:
-    """The part of the answer's characters that stand where they should."""
-    return sum(symbol == gold_symbol for symbol, gold_symbol in zip(text, gold, strict=False)) / max(
-        len(text), len(gold)
-    )
-
-
 # ------------------------------------------------------------------------------------------------------ the loops
 
 
 def run_rank(rank: int, loop: str, records: list[Record], settings: Settings, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if loop == "trl":
-        importlib.import_module("loops_trl")  # before memory is counted
+        importlib.import_module("benchmarks.peers.trl")  # before memory is counted
     imported_bytes = resident_bytes()
     device = join_world(rank, mk.MeshSpec.parse(settings.mesh).world_size, folder)
     turns = Turns(pipe, device, warmup=settings.warmup, steps=settings.steps, imported_bytes=imported_bytes)
@@ -118,8 +111,8 @@ def with_meshkit(records: list[Record], tokenizer: Tokenizer, settings: Settings
     mesh = mk.init_mesh(settings.mesh, device_type="cpu")
     config, loss = settings.config(tokenizer), PRESETS["GRPO"]
     loss = dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, coefficient=0.0))
-    run = mk.parallelize(meshkit_model(transformers_llama(config), config), mesh, plan=LLAMA_PLAN, zero=settings.zero)
-    optimizer = mk.adamw(run, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    run = mk.parallelize(decoder(transformers_decoder(config), config), mesh, plan=LLAMA_PLAN, zero=settings.zero)
+    optimizer = adamw(run, RL_LEARNING_RATE)
     sampling = Sampling(max_new_tokens=settings.max_new_tokens, stop_ids=(tokenizer.eos_id,))
     for step in range(settings.all_steps):
         batch_rows = prompts_of_rank(records, step, mesh.data_rank, mesh.data_ranks, settings)
@@ -132,9 +125,7 @@ def with_meshkit(records: list[Record], tokenizer: Tokenizer, settings: Settings
             batch = pack_rollouts([rewarded(each, tokenizer) for each in written], seq_len=settings.seq_len)
             batch |= step_advantages(mesh, batch, loss).values
             run.forward_backward(batch, loss=policy_objective(mesh, batch, loss), count=policy_count(loss))
-            mk.clip_grad_norm(run, MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(run, optimizer)
         turns.end_step(on_all_ranks(sum(len(each.ids) for each in written)))
 
 
@@ -144,10 +135,10 @@ def rewarded(written: Rollout, tokenizer: Tokenizer) -> Rollout:
 
 
 def with_trl(records: list[Record], tokenizer: Tokenizer, settings: Settings, turns: Turns) -> None:
-    import loops_trl
+    from benchmarks.peers import trl
 
-    loops_trl.train_grpo(
-        transformers_llama(settings.config(tokenizer), use_cache=True),
+    trl.train_grpo(
+        transformers_decoder(settings.config(tokenizer), use_cache=True),
         records,
         reward,
         tokenizer,
@@ -155,14 +146,14 @@ def with_trl(records: list[Record], tokenizer: Tokenizer, settings: Settings, tu
         prompts=settings.prompts,
         samples=settings.samples,
         max_new_tokens=settings.max_new_tokens,
-        learning_rate=LEARNING_RATE,
+        learning_rate=RL_LEARNING_RATE,
     )
 
 
 @torch.no_grad()
 def with_transformers(records: list[Record], tokenizer: Tokenizer, settings: Settings, turns: Turns) -> None:
     """One call of `generate` for all answers of a rank, prompts padded on the left, as TRL calls it."""
-    model = transformers_llama(settings.config(tokenizer), use_cache=True).eval()
+    model = transformers_decoder(settings.config(tokenizer), use_cache=True).eval()
     for step in range(settings.all_steps):
         batch_rows = prompts_of_rank(records, step, dist.get_rank(), dist.get_world_size(), settings)
         prompts = [
@@ -227,7 +218,7 @@ def main(settings: Settings) -> None:
     if settings.prompts % ranks:
         raise SystemExit(f"--prompts {settings.prompts}: {ranks} ranks must divide it.")
     records = addition_tasks(digits=settings.digits).train[: settings.prompts * settings.all_steps]
-    multiprocessing.set_forkserver_preload(["loops"])  # imported once, shared by all ranks
+    multiprocessing.set_forkserver_preload(["benchmarks.peers.work"])  # imported once, shared by all ranks
     loops = ("meshkit", settings.peer)
     loadavg = [round(os.getloadavg()[0], 1)]
     with ExitStack() as stack:
@@ -249,7 +240,7 @@ def main(settings: Settings) -> None:
         *numbers, peak = value.values()
         table.add_row(loop, *(f"{number:.1f}" for number in numbers), f"{peak / 2**20:.1f}")
     console.print(table)
-    table = Table("ratio", "speed", "CPU time", "peak memory")
+    table = Table("ratio", "time", "CPU time", "peak memory")
     table.add_row(" / ".join(loops), *(f"{one.median:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in ratio.values()))
     console.print(table)
     if settings.record:

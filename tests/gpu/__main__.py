@@ -30,7 +30,7 @@ from tests.world import RankError
 BENCHMARKS = (
     "benchmarks/gpu_step.py --record",
     "benchmarks/quantize.py --record",
-    "benchmarks/step_time.py --mesh dp_shard={ranks}",
+    "-m benchmarks.peers --cells FSDP --peers plain --preset 1b --mesh dp_shard={ranks}",
     "benchmarks/loss.py",
     "benchmarks/experts.py",
     "benchmarks/offload.py",

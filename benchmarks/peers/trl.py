@@ -17,16 +17,68 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed as dist
-from interleaved_timing import Turns
-from loops import BETAS, EPS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainerControl, TrainerState
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from benchmarks.peers.turns import Turns
+from benchmarks.peers.work import (
+    BETAS,
+    DPO_BETA,
+    EPS,
+    LEARNING_RATE,
+    MAX_NORM,
+    RL_LEARNING_RATE,
+    WEIGHT_DECAY,
+    PostTraining,
+    Rollouts,
+    config_of_sums,
+    reward,
+    steps_of,
+    sums_to_add,
+    tokenizer_of,
+    transformers_decoder,
+    units_of,
+)
 from meshkit.data import Record, Tokenizer
 from meshkit.data.examples import Example, Unit, members
 
 datasets.disable_progress_bars()
+ROWS = 1  # examples of a rank in a microbatch of SFT and DPO: those of unequal lengths need no padding
+
+
+def sft(work: PostTraining, turns: Turns) -> None:
+    steps = [[[unit] for unit in step] for step in steps_of(work, units_of(work, pairs=False))]
+    train_sft(transformers_decoder(work.config), steps, tokenizer_of(work), turns, rows=ROWS)
+
+
+def dpo(work: PostTraining, turns: Turns) -> None:
+    train_dpo(
+        transformers_decoder(work.config),
+        transformers_decoder(work.config).eval(),
+        steps_of(work, units_of(work, pairs=True)),
+        tokenizer_of(work),
+        turns,
+        rows=ROWS,
+        beta=DPO_BETA,
+        precomputed=False,
+    )
+
+
+def grpo(work: Rollouts, turns: Turns) -> None:
+    tokenizer = tokenizer_of(work)
+    train_grpo(
+        transformers_decoder(config_of_sums(tokenizer), use_cache=True),
+        sums_to_add(work),
+        reward,
+        tokenizer,
+        turns,
+        prompts=work.prompts,
+        samples=work.samples,
+        max_new_tokens=work.new_tokens,
+        min_new_tokens=work.new_tokens,
+        learning_rate=RL_LEARNING_RATE,
+    )
 
 
 def train_sft(
@@ -56,7 +108,7 @@ def train_sft(
                 dataset_kwargs={"skip_prepare_dataset": True},  # the rows are packed
             ),
             train_dataset=datasets.Dataset.from_list(samples),
-            processing_class=tokenizer_of(tokenizer),
+            processing_class=tokenizer_of_transformers(tokenizer),
             callbacks=[losses],
         )
         _train(trainer)
@@ -90,7 +142,7 @@ def train_dpo(
             ref_model=reference,
             args=DPOConfig(**arguments, beta=beta, max_length=None, precompute_ref_log_probs=precomputed),
             train_dataset=datasets.Dataset.from_list(samples),
-            processing_class=tokenizer_of(tokenizer),
+            processing_class=tokenizer_of_transformers(tokenizer),
             callbacks=[losses],
         )
         _train(trainer)
@@ -106,6 +158,7 @@ def train_grpo(
     prompts: int,
     samples: int,
     max_new_tokens: int,
+    min_new_tokens: int = 1,
     learning_rate: float,
 ) -> None:
     """`prompts` prompts a step in the order of the records, `samples` answers each, drawn at temperature 1 by transformers.
@@ -133,6 +186,7 @@ def train_grpo(
                 **{**arguments, "learning_rate": learning_rate},
                 num_generations=samples,
                 max_completion_length=max_new_tokens,
+                generation_kwargs={"min_new_tokens": min_new_tokens},
                 shuffle_dataset=False,
                 temperature=1.0,
                 beta=0.0,
@@ -141,7 +195,7 @@ def train_grpo(
             train_dataset=datasets.Dataset.from_list(
                 [{"prompt": record.fields["prompt"], "gold": record.fields["completion"]} for record in records]
             ),
-            processing_class=tokenizer_of(tokenizer),
+            processing_class=tokenizer_of_transformers(tokenizer),
             callbacks=[written],
         )
         _train(trainer)
@@ -216,7 +270,7 @@ def _dpo_sample(pair: Unit) -> dict[str, list[int]]:
     }
 
 
-def tokenizer_of(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def tokenizer_of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """The tokenizer in transformers' form; pads with its eos."""
     assert tokenizer.bos_id is not None
     names = {
