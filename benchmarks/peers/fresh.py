@@ -7,6 +7,7 @@ import hashlib
 import io
 import tokenize
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def digest(files: Sequence[str], root: Path = ROOT) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
+@cache  # rows name much of the same code
 def _code(source: str) -> str:
     """Without comments, docstrings and empty lines: by places in the text, which are the same for any version of Python."""
     lines = source.splitlines()
