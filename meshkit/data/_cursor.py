@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -130,8 +131,9 @@ def permute(index: int, count: int, *, seed: int, epoch: int) -> int:
             return index
 
 
+@lru_cache(maxsize=1 << 16)
 def _hash(value: int, seed: int, epoch: int, round_number: int) -> int:
     # blake2b and not Python's hash, which is salted in each process; ranks and resumed runs must agree. The spaces
-    # keep (1, 23) and (12, 3) apart.
+    # keep (1, 23) and (12, 3) apart. There are as many values as the square root of an epoch's samples, so they come again.
     message = f"{seed} {epoch} {round_number} {value}".encode()
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little")

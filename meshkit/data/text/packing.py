@@ -46,26 +46,7 @@ def pack_sample(tokens: Tokens, index: int, *, seq_len: int, documents: bool = T
     Where the tokens end before the sample does, it is padded: inputs 0, labels -100, positions from 0 again.
     Raises: DataError for an id outside the vocabulary.
     """
-    start = index * seq_len
-    window = read_ids(tokens, start, start + seq_len + 1)
-    padded = np.zeros(seq_len + 1, dtype=np.int64)
-    padded[: len(window)] = window
-    # A copy: inputs and labels would be views of one array, and labels are masked below.
-    labels = padded[1:].copy()
-    # n ids have n - 1 labels. Past the last sample the window is empty, and -1 would spare all labels but the last.
-    labels[max(len(window) - 1, 0) :] = IGNORED
-    sample = {"input_ids": padded[:-1], "labels": labels}
-    if documents:
-        # Documents that begin at 1 to T. One at 0 has position 0 anyway, and its first token is the last label of the
-        # sample before. One at T masks that label and restarts no position, hence T + 1 entries of which the last is
-        # dropped.
-        first, after = np.searchsorted(tokens.offsets, [start + 1, start + seq_len + 1])
-        starts = np.asarray(tokens.offsets[first:after]) - start  # in 1..T; the end of the tokens starts the padding
-        labels[starts - 1] = IGNORED
-        restarts = np.zeros(seq_len + 1, dtype=np.int64)
-        restarts[starts] = starts
-        sample["position_ids"] = np.arange(seq_len) - np.maximum.accumulate(restarts[:-1])
-    return {name: torch.from_numpy(array) for name, array in sample.items()}
+    return {name: rows[0] for name, rows in pack_batch(tokens, [index], seq_len=seq_len, documents=documents).items()}
 
 
 def pack_batch(tokens: Tokens, indices: list[int], *, seq_len: int, documents: bool = True) -> dict[str, torch.Tensor]:
@@ -73,7 +54,25 @@ def pack_batch(tokens: Tokens, indices: list[int], *, seq_len: int, documents: b
 
     An index past the last sample makes a row of padding, whose labels are all -100.
     """
-    samples = [pack_sample(tokens, index, seq_len=seq_len, documents=documents) for index in indices]
-    names = ["input_ids", "labels", "position_ids"] if documents else ["input_ids", "labels"]
-    empty = torch.empty(0, seq_len, dtype=torch.int64)
-    return {name: torch.stack([sample[name] for sample in samples]) if samples else empty.clone() for name in names}
+    shape = len(indices), seq_len
+    inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    batch = {"input_ids": inputs, "labels": labels}
+    if documents:
+        batch["position_ids"] = np.tile(np.arange(seq_len), (len(indices), 1))
+    for row, index in enumerate(indices):
+        start = index * seq_len
+        window = read_ids(tokens, start, start + seq_len + 1)
+        inputs[row, : len(window)] = window[:seq_len]
+        labels[row, : max(len(window) - 1, 0)] = window[1:]
+        if documents:
+            # Documents that begin at 1 to T. One at 0 has position 0 anyway, and its first token is the last label of the
+            # sample before. One at T masks that label and restarts no position.
+            first, after = np.searchsorted(tokens.offsets, [start + 1, start + seq_len + 1])
+            starts = np.asarray(tokens.offsets)[first:after] - start  # the end of the tokens starts the padding
+            labels[row, starts - 1] = IGNORED
+            restarts = starts[starts < seq_len]
+            if len(restarts):
+                begun = np.zeros(seq_len, dtype=np.int64)
+                begun[restarts] = restarts
+                batch["position_ids"][row] -= np.maximum.accumulate(begun)
+    return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -139,7 +139,7 @@ def read_ids(tokens: Tokens, start: int, stop: int) -> np.ndarray:
 
     Raises: DataError naming file and position of an id that is not; a damaged file must not index an embedding.
     """
-    ids = tokens.ids[start:stop]
+    ids = np.asarray(tokens.ids)[start:stop]  # a slice of a map is another map, which takes longer to make
     check_range(ids, tokens.vocab_size, str(tokens.path), start)
     # A copy: the map is read-only, embeddings index by int64, and torch has few operations on unsigned integers.
     return ids.astype(np.int64)
@@ -164,7 +164,7 @@ def verify_tokens(tokens: Tokens) -> None:
 
 def check_range(ids: np.ndarray, vocab_size: int, where: str, start: int = 0) -> None:
     """Raises: DataError for the first id outside the vocabulary. where: what holds `ids`; start: position of ids[0]."""
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+    if len(ids) and ((ids.dtype.kind == "i" and ids.min() < 0) or ids.max() >= vocab_size):
         index = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise DataError(
             f"{where}: id {ids[index]} at position {start + index} is outside the vocabulary of {vocab_size}. "
