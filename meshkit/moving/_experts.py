@@ -140,7 +140,9 @@ def _ready(run: Run, optimizer: HoldsState | None) -> str:
 
 
 def _laid_out_as(value: Tensor, param: Tensor) -> bool:
-    return isinstance(value, DTensor) and value.shape == param.shape and value.placements == param.placements  # type: ignore[attr-defined]
+    if not (isinstance(value, DTensor) and isinstance(param, DTensor)):
+        return False
+    return value.shape == param.shape and value.placements == param.placements
 
 
 def _refuse(

@@ -86,7 +86,7 @@ def place_near(model: nn.Module, experts: str, owners: Sequence[int], mesh: Mesh
     """Tell the routers beside a module of experts, whose owners have changed, which experts are on this rank's node."""
     for name, router in model.named_modules():
         if hasattr(router, "reduce_counts") and name.rpartition(".")[0] == experts.rpartition(".")[0]:
-            router.near = _near(owners, mesh["ep"])  # type: ignore[assignment]
+            router.near = _near(owners, mesh["ep"])  # type: ignore[assignment]  # torch types attributes of modules as tensors
 
 
 def _real_tokens(scores_BTE: Tensor, part: int, parts: int) -> Tensor | None:

@@ -21,8 +21,9 @@ from meshkit.core._torch import tree_leaves
 from meshkit.core.sharding import local_tensor
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
+from meshkit.preflight._first_step import after_first
 from meshkit.preflight._inner import inner_mesh, inner_strategy
-from meshkit.preflight._moved import watch_offload
+from meshkit.preflight._moved import WatchedTier, watch_offload
 from meshkit.preflight._thin import thin_program
 from meshkit.preflight.estimate._estimate import (
     CUDA_GRANULE,
@@ -120,21 +121,25 @@ def trace_step(
         _torch.gather_once(run.model)
         units = run.resolved.units_of(0)
         marked = _Marked(loss)
-        tracker = Tracker(
-            run.model,
-            [*run.blocks, *units],
-            head=units[-1] if units else "",
-            device=mesh.device,
-            granule=CUDA_GRANULE if kernels == "cuda" else 1,
-            inputs=True,
-        )
-        watched = watch_offload(run, resolved, tracker.number_of)
-        with tracker:
-            count_parameters(tracker, run.model)
-            with _marks(tracker, run.model, [*run.blocks, *units], marked) as marks:
-                tracker.start(FORWARD_BACKWARD)
-                run.forward_backward(batch, mask=mask, loss=marked, step=1)
-        trace = _cut(tracker, marks)
+
+        def traced() -> tuple[StepTrace, WatchedTier | None]:
+            tracker = Tracker(
+                run.model,
+                [*run.blocks, *units],
+                head=units[-1] if units else "",
+                device=mesh.device,
+                granule=CUDA_GRANULE if kernels == "cuda" else 1,
+                inputs=True,
+            )
+            watched = watch_offload(run, resolved, tracker.number_of)
+            with tracker:
+                count_parameters(tracker, run.model)
+                with _marks(tracker, run.model, [*run.blocks, *units], marked) as marks:
+                    tracker.start(FORWARD_BACKWARD)
+                    run.forward_backward(batch, mask=mask, loss=marked, step=1)
+            return _cut(tracker, marks), watched
+
+        trace, watched = after_first(run.model, traced)
         if watched is None:
             return trace
         return replace(

@@ -13,6 +13,7 @@ from meshkit._parallelize import execute
 from meshkit.errors import MeshkitError
 from meshkit.mask import Mask
 from meshkit.preflight._arguments import full_coordinate
+from meshkit.preflight._first_step import after_first
 from meshkit.preflight._inner import inner_mesh, inner_strategy
 from meshkit.preflight._moved import watch_offload
 from meshkit.preflight._thin import kinds_of_blocks, thin_program
@@ -86,8 +87,13 @@ def _traced(
         run.trusts_losses = True
         owners = blocks | set(modules_around(run.model, blocks))
         fused = blocks if resolved.strategy.compile else ()
-        with OpTrace(run.model, owners, fused=fused) as trace:
-            run.forward_backward(batch, mask=mask, loss=loss, step=1)
+
+        def traced() -> OpTrace:
+            with OpTrace(run.model, owners, fused=fused) as trace:
+                run.forward_backward(batch, mask=mask, loss=loss, step=1)
+            return trace
+
+        trace = after_first(run.model, traced)
         # Only now: what was fetched would be read as something else than what a fused kernel has written.
         watched = watch_offload(run, resolved)
         if watched is not None:
