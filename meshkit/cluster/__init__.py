@@ -20,6 +20,7 @@ from ._kernels import kernel_s as kernel_s
 from ._place import Place as Place
 from ._place import place_of as place_of
 from ._place import groups_of as groups_of
+from ._place import memory_of as memory_of
 from ._place import place_of_stages as place_of_stages
 from ._place import ranks_of_stage as ranks_of_stage
 from ._place import speed_of as speed_of

@@ -190,6 +190,11 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name!r}: unlike.each={unlike.each} ranks are no tier's. Blocks are of {sizes[:-1]} ranks."
             )
+        if max(unlike.memory_bytes, default=0.0) > self.device.memory_bytes:
+            raise ClusterError(
+                f"cluster {self.name!r}: unlike has devices of {max(unlike.memory_bytes):g} bytes, but the largest's are "
+                f"device.memory_bytes={self.device.memory_bytes:g}. Give that of the largest there."
+            )
         outer = [tier for tier in self.tiers if tier.ranks > unlike.each]
         fastest, nearest = max(tier.bytes_per_s for tier in outer), min(tier.latency_s for tier in outer)
         for link in map(unlike.link, permutations(range(unlike.blocks), 2)):

@@ -22,12 +22,31 @@ TURNS = 20  # of a small message back and forth
 def measure_unlike(bench: Bench, each: int) -> Unlike:
     """Blocks of `each` consecutive ranks. A collective of all ranks.
 
-    speed: of a product while all ranks compute, the slowest rank of a block beside the fastest block. Links: between the
-    first ranks of two blocks while all others wait, each way.
+    speed: of a product while all ranks compute, the slowest rank of a block beside the fastest block. memory_bytes: of GPUs,
+    where they differ. Links: between the first ranks of two blocks while all others wait, each way.
     """
     assert bench.group is not None
     blocks = [list(range(first, first + each)) for first in range(0, bench.ranks, each)]
-    return Unlike(each=each, speed=_speeds(bench, blocks), **_links(bench, [block[0] for block in blocks]))
+    return Unlike(
+        each=each,
+        speed=_speeds(bench, blocks),
+        memory_bytes=_memories(bench, blocks),
+        **_links(bench, [block[0] for block in blocks]),
+    )
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Of a GPU what it has; a rank on a CPU is given 8 GiB of the host's."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 2.0**33
+
+
+def _memories(bench: Bench, blocks: list[list[int]]) -> tuple[float, ...]:
+    """Of the device of each block that has least; none where all are alike."""
+    own = torch.zeros(bench.ranks, dtype=torch.float64, device=bench.device)
+    own[dist.get_rank(bench.group)] = memory_bytes(bench.device)
+    dist.all_reduce(own, group=bench.group)
+    of_block = tuple(min(own[block].tolist()) for block in blocks)
+    return of_block if len(set(of_block)) > 1 else ()
 
 
 def _speeds(bench: Bench, blocks: list[list[int]]) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -71,10 +72,18 @@ def ranks_of_stage(spec: MeshSpec, stage: int) -> tuple[int, int]:
 
 def speed_of(cluster: Cluster, spec: MeshSpec, stage: int | None) -> float:
     """Of the slowest rank of those of a rank of pp; None, of the mesh. A share of `device`'s."""
-    if cluster.unlike is None:
-        return 1.0
+    return 1.0 if cluster.unlike is None else cluster.unlike.speed_of(_seats(spec, stage))
+
+
+def memory_of(cluster: Cluster, spec: MeshSpec, stage: int | None) -> float:
+    """Bytes of the device that has least of those of a rank of pp; None, of the mesh. Infinite where all are alike."""
+    return math.inf if cluster.unlike is None else cluster.unlike.memory_of(_seats(spec, stage))
+
+
+def _seats(spec: MeshSpec, stage: int | None) -> Sequence[int]:
+    """Ranks of the cluster on which those of a rank of pp, or of the mesh, sit."""
     seats = spec.placement or range(spec.world_size)
-    return cluster.unlike.speed_of(seats if stage is None else seats[slice(*ranks_of_stage(spec, stage))])
+    return seats if stage is None else seats[slice(*ranks_of_stage(spec, stage))]
 
 
 def groups_of(spec: MeshSpec, axis: str) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshkit.cluster._bench import Bench
 from meshkit.cluster._cluster import Cluster, Host, Measured, Overlap, Tier
 from meshkit.cluster._device import Device, Efficiency, KernelCurve, Kernels
-from meshkit.cluster._measure_unlike import link_between, measure_unlike
+from meshkit.cluster._measure_unlike import link_between, measure_unlike, memory_bytes
 from meshkit.core._torch import TorchDispatchMode
 from meshkit.mesh import host_ranks
 
@@ -48,7 +48,7 @@ def measure(
     ranks_per_node: default all of them. Curves of collectives are of all ranks, of halves, quarters and so on; of other
     numbers the nearest is scaled as the model is.
     unlike: in place of those, the speed of each node, or of each rank of one node, and the links between any two; `device`
-    is the fastest rank's.
+    is the fastest rank's, with the memory of the largest.
     """
     bench = Bench(device=device, group=group, fastest=unlike)
     curves = [_products(bench, dtype) for dtype in DTYPES[device.type]]
@@ -60,7 +60,7 @@ def measure(
     host = Host(cores=_cores(bench)) if kernels == "cpu" else Host()
     found = Device(
         name=torch.cuda.get_device_name(device) if kernels == "cuda" else f"CPU core beside {bench.ranks - 1} others",
-        memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if kernels == "cuda" else 2.0**33,
+        memory_bytes=memory_bytes(device),
         memory_bytes_per_s=memory[-1][0] / memory[-1][1],
         memory_curve=memory,
         flops_per_s=peaks,
@@ -106,7 +106,8 @@ def _with_unlike(cluster: Cluster, bench: Bench, per_node: int) -> Cluster:
     if each > 1:
         hop_s, rate = link_between(bench, 0, 1)
         inner = (Tier(name="node", ranks=each, bytes_per_s=rate, latency_s=hop_s),)
-    return replace(cluster, tiers=(*inner, outer), unlike=found)
+    largest = replace(cluster.device, memory_bytes=max(found.memory_bytes, default=cluster.device.memory_bytes))
+    return replace(cluster, device=largest, tiers=(*inner, outer), unlike=found)
 
 
 def _in_turn(bench: Bench, dtype: torch.dtype, *sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from meshkit.cluster import Cluster, Device, Place, Tier, Unlike, collective_s, hop_s, place_of, speed_of
+from meshkit.cluster import Cluster, Device, Place, Tier, Unlike, collective_s, hop_s, memory_of, place_of, speed_of
 from meshkit.cluster import stage_hop_s as between_stages
 from meshkit.errors import ClusterError
 from meshkit.mesh import MeshSpec
@@ -72,6 +73,15 @@ def test_each_rank_of_pp_has_links_and_a_speed_of_its_own() -> None:
     assert [speed_of(FOUR, MeshSpec.parse("pp=4 placement=3-0-1-2"), stage) for stage in range(4)] == [0.5, 1, 1, 1]
 
 
+def test_each_rank_of_pp_has_the_memory_of_its_smallest_device(tmp_path) -> None:
+    sized = replace(FOUR, unlike=replace(FOUR.unlike, memory_bytes=(1e9, 1e9, 1e9, 5e8)))
+    assert [memory_of(sized, MeshSpec.parse("pp=2 tp=2"), stage) for stage in (0, 1, None)] == [1e9, 5e8, 5e8]
+    assert [memory_of(sized, MeshSpec.parse("pp=4 placement=3-0-1-2"), stage) for stage in (0, 3)] == [5e8, 1e9]
+    assert memory_of(FOUR, MeshSpec.parse("pp=2 tp=2"), 0) == math.inf
+    sized.write(tmp_path / "c.toml")
+    assert Cluster.read(tmp_path / "c.toml") == sized
+
+
 def test_the_slowest_pair_between_two_ranks_of_pp_is_waited_for() -> None:
     assert between_stages(FOUR, MeshSpec.parse("pp=2 tp=2"), MB, 0, 1) == pytest.approx(NEAR + MB / FAST)
     assert between_stages(FOUR, MeshSpec.parse("pp=2 tp=2 placement=0-2-1-3"), MB, 0, 1) == pytest.approx(
@@ -134,7 +144,10 @@ def test_a_file_keeps_it(tmp_path) -> None:
         ({"bytes_per_s": RATES}, "belong together"),
         ({"bytes_per_s": RATES[:3], "latency_s": LATENCIES}, "not as many numbers in each"),
         ({"bytes_per_s": ((1, 0), (1, 1)), "latency_s": ((1, 1), (1, 1))}, "numbers are at least 1"),
-        ({"speed": (1, 1), "bytes_per_s": RATES, "latency_s": LATENCIES}, "speed is of 2 blocks, bytes_per_s of 4"),
+        ({"speed": (1, 1), "bytes_per_s": RATES, "latency_s": LATENCIES}, "speed is of 2 blocks, bytes_per_s is of 4 blocks"),
+        ({"memory_bytes": (1e9, 0)}, "bytes of a device of each block, at least 1"),
+        ({"memory_bytes": 1e9}, "speed and memory_bytes are a number for each block"),
+        ({"speed": (1, 1), "memory_bytes": (1e9,) * 4}, "speed is of 2 blocks, memory_bytes is of 4 blocks"),
         ({"each": 0, "speed": (1,)}, "ranks of a block, at least 1"),
     ],
 )
@@ -148,6 +161,7 @@ def test_what_no_machine_could_be_is_refused(unlike, words) -> None:
     [
         (Unlike(speed=(1, 1)), "2 blocks of 1, 2 ranks, but the last tier holds 4"),
         (Unlike(each=2, speed=(1, 0.5)), "Blocks are of"),
+        (Unlike(memory_bytes=(2e9, 1e9, 1e9, 1e9)), "devices of 2e.09 bytes, but the largest's are"),
     ],
 )
 def test_what_does_not_fit_the_cluster_is_refused(unlike, words) -> None:

@@ -14,7 +14,7 @@ from meshkit.cluster import Cluster, Unlike
 from meshkit.errors import PlanError
 
 MOST = factorial(8)  # orders that are all looked at
-WALKS, MOVES, HOT, COLD = 4, 3000, 0.1, 1e-4  # temperatures are shares of the seconds of the order that is given
+WALKS, MOVES, HOT, COLD = 4, 3000, 0.1, 1e-4  # temperatures are shares of the least seconds of the walk so far
 Order = tuple[int, ...]
 """the block that sits in place 0, in place 1, ..."""
 Orderings = np.ndarray
@@ -73,7 +73,7 @@ class Orders:
                     yield order
 
     def _twins(self) -> list[list[int]]:
-        """Classes of blocks of the same speed and the same links."""
+        """Classes of blocks of the same devices and the same links."""
         classes: list[list[int]] = []
         for block in range(self.count):
             known = next((each for each in classes if self._alike(each[0], block)), None)
@@ -87,7 +87,7 @@ class Orders:
         unlike = self.unlike
         if any(one // rack != other // rack for rack in self.racks):
             return False
-        if unlike.speed and unlike.speed[one] != unlike.speed[other]:
+        if any(of_blocks[one] != of_blocks[other] for of_blocks in (unlike.speed, unlike.memory_bytes) if of_blocks):
             return False
         rest = [block for block in range(self.count) if block not in (one, other)]
         return all(
@@ -139,7 +139,7 @@ class Orders:
     def _walked(self, given: Order, least: float, seconds: Callable[[Order], float]) -> Order:
         """Walks that take worse orders less and less (Kirkpatrick 1983), from orders drawn at random; from where each came to
         its least, only what is better."""
-        draw, pairs, best, began = random.Random(0), self.swaps(), given, least
+        draw, pairs, best = random.Random(0), self.swaps(), given
         for walk in range(WALKS):
             order = given
             for _ in range(len(pairs) if walk else 0):
@@ -147,7 +147,7 @@ class Orders:
             now = lowest_s = seconds(order)
             lowest = order
             for move in range(MOVES):
-                heat = began * HOT * (COLD / HOT) ** (move / MOVES)
+                heat = lowest_s * HOT * (COLD / HOT) ** (move / MOVES)
                 other = _swapped(order, *draw.choice(pairs))
                 took = seconds(other)
                 if took <= now or draw.random() < exp((now - took) / heat):

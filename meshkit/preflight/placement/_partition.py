@@ -15,13 +15,16 @@ def min_max_partition(
     first: float = 0.0,
     last: float = 0.0,
     speeds: Sequence[float] | None = None,
+    most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Blocks of each stage, at least one each: exact, by dynamic programming. first, last: what those stages do besides.
-    speeds: of each stage's device; None, they are alike.
+    speeds: of each stage's device; None, they are alike. most: blocks of each stage; None, any number.
 
-    Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1.
+    Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1, and most >= 1, of all
+    stages at least len(seconds).
     """
     assert 1 <= stages <= len(seconds)
+    assert most is None or (min(most) >= 1 and sum(most) >= len(seconds)), "no partition has so few blocks"
     if stages == 1:
         return (len(seconds),)
     speed = np.ones(stages) if speeds is None else np.array(speeds)
@@ -29,11 +32,13 @@ def min_max_partition(
     count = len(seconds)
     begins = np.arange(count + 1)
     # slowest[n]: of the first n blocks in so many stages the slowest one's seconds, where the last begins in begin[n].
-    slowest = np.where(begins > 0, (total + first) / speed[0], np.inf)
+    caps = [count] * stages if most is None else most
+    slowest = np.where((begins > 0) & (begins <= caps[0]), (total + first) / speed[0], np.inf)
     tables = []
     for stage in range(1, stages):
         own = (total[:, None] - total[None, :] + (last if stage == stages - 1 else 0.0)) / speed[stage]
-        both = np.where(begins[None, :] < begins[:, None], np.maximum(slowest[None, :], own), np.inf)
+        length = begins[:, None] - begins[None, :]
+        both = np.where((length > 0) & (length <= caps[stage]), np.maximum(slowest[None, :], own), np.inf)
         begin = count - both[:, ::-1].argmin(axis=1)  # the last of those that are as fast
         slowest = both[begins, begin]
         tables.append(begin)

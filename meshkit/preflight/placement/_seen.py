@@ -1,4 +1,4 @@
-"""What the price of a step depends on where ranks are unlike: the slowest device of each rank of pp, the slowest links."""
+"""What the price of a step depends on where ranks are unlike: the least device of each rank of pp, the slowest links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshkit.cluster import MUTUAL, Cluster, groups_of, place_of, place_of_stages, ranks_of_stage, speed_of
+from meshkit.cluster import MUTUAL, Cluster, groups_of, memory_of, place_of, place_of_stages, ranks_of_stage, speed_of
 from meshkit.mesh import MeshSpec
 from meshkit.preflight.forecast import StepProfile
 from meshkit.preflight.placement._orders import Order, Orderings, Seen
@@ -16,8 +16,9 @@ from meshkit.preflight.placement._orders import Order, Orderings, Seen
 def seen_of(
     profile: StepProfile, cluster: Cluster, ranks: Callable[[Order], tuple[int, ...]]
 ) -> Callable[[Orderings], Seen]:
-    """Of each order: a speed for each rank of pp, bytes/s and latency for each of its axes' messages, and for each way
-    between ranks of pp. Orders with equal rows have steps of equal seconds. ranks: the placement that an order is.
+    """Of each order: a speed and a memory for each rank of pp, bytes/s and latency for each of its axes' messages, and for
+    each way between ranks of pp. Orders with equal rows have steps of equal seconds, or none of them fits. ranks: the
+    placement that an order is.
     """
     unlike = cluster.unlike
     assert unlike is not None
@@ -26,11 +27,11 @@ def seen_of(
     spec, each = profile.spec, unlike.each
     stages = [np.unique(np.arange(*ranks_of_stage(spec, stage)) // each) for stage in range(spec.pp)]
     links = [blocks for pairs in _messages(profile) if len(blocks := _of_blocks(pairs, each))]
-    speed = np.array(unlike.speed)
+    devices = [np.array(each) for each in (unlike.speed, unlike.memory_bytes) if each]
     rate, latency = np.array(unlike.bytes_per_s), np.array(unlike.latency_s)
 
     def seen(orders: Orderings) -> Seen:
-        columns = [speed[orders[:, stage]].min(axis=1) for stage in stages] if unlike.speed else []
+        columns = [of_blocks[orders[:, stage]].min(axis=1) for of_blocks in devices for stage in stages]
         for blocks in links if unlike.bytes_per_s else []:
             here, there = orders[:, blocks[:, 0]], orders[:, blocks[:, 1]]
             columns += [rate[here, there].min(axis=1), latency[here, there].max(axis=1)]
@@ -50,7 +51,7 @@ def _by_tiers(
 
     def of(order: Order) -> list[int]:
         spec = replace(profile.spec, placement=ranks(order))
-        seen: list[object] = [speed_of(cluster, spec, stage) for stage in stages]
+        seen: list[object] = [each(cluster, spec, stage) for each in (speed_of, memory_of) for stage in stages]
         seen += [place_of(cluster, spec, axis, stage=stage) for axis in axes for stage in stages]
         seen += [place_of(cluster, spec, axis) for axis in sorted({call.axis for call in profile.once})]
         seen += [place_of_stages(cluster, spec, *way) for way in ways]

@@ -96,7 +96,7 @@ class Pricing:
 
     def placed(self, strategy: Strategy) -> Placed:
         """On the best order of ranks; of alike ones it is theirs."""
-        return _kept(self._placed, repr(strategy), lambda: best_placed(strategy, self.unlike, self.profile))
+        return _kept(self._placed, repr(strategy), lambda: best_placed(strategy, self.unlike, self.profile, self.peak))
 
     def tried(self, strategy: Strategy) -> Tried:
         key = repr(strategy)

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from meshkit.cluster import memory_of
 from meshkit.errors import MeshkitError
 from meshkit.preflight._flags import flags_of
 from meshkit.preflight._format import format_bytes, table_lines
-from meshkit.preflight.estimate import Composed
+from meshkit.preflight.estimate import Composed, ComposedRank
 from meshkit.preflight.forecast import Forecast
 from meshkit.preflight.search._host import fits_host, node_bytes
 from meshkit.strategy import Strategy
@@ -38,10 +39,20 @@ class Tried:
     def ranks(self) -> int:
         return self.forecast.ranks
 
+    def tightest(self, device_bytes: int) -> tuple[ComposedRank, int]:
+        """The rank of pp that has least room beside what it needs, and the bytes of its smallest device."""
+        spec, cluster = self.forecast.profile.spec, self.forecast.cluster
+        rooms = [int(min(device_bytes, memory_of(cluster, spec, rank.pp_rank))) for rank in self.memory.ranks]
+        return min(zip(self.memory.ranks, rooms, strict=True), key=lambda each: each[1] - each[0].peak_bytes)
+
     def fits(self, device_bytes: int | None) -> bool:
-        """On the device, and on the host of a node where the cluster says how much that has."""
-        fits = device_bytes is None or self.peak_bytes <= device_bytes
-        return fits and fits_host(self.memory, self.forecast.cluster)
+        """On the devices, and on the host of a node where the cluster says how much that has."""
+        if not fits_host(self.memory, self.forecast.cluster):
+            return False
+        if device_bytes is None:
+            return True
+        rank, room = self.tightest(device_bytes)
+        return rank.peak_bytes <= room
 
     def __str__(self) -> str:
         return f"{self.seconds:.4g} s, {format_bytes(self.peak_bytes)}: {flags_of(self.strategy)}"
@@ -151,12 +162,14 @@ def _beside_seconds(tried: Tried) -> tuple[float, ...]:
 def why_it_loses(best: Tried, other: Tried, device_bytes: int | None) -> str:
     """As "3.1 % slower: tp 2.0 s → 0.9 s, bubble +1.4 s"; or by how much it does not fit, and where."""
     if not other.fits(device_bytes):
-        if device_bytes is None or other.peak_bytes <= device_bytes:
+        if not fits_host(other.memory, other.forecast.cluster):
             cluster = other.forecast.cluster
             held, has = node_bytes(other.memory, cluster), int(cluster.host.memory_bytes)
             return f"does not fit, {format_bytes(held)} of {format_bytes(has)} on the host of a node"
-        where = other.memory.where.removeprefix("the ")
-        return f"does not fit, {format_bytes(other.peak_bytes)} of {format_bytes(device_bytes)} in the {where}"
+        assert device_bytes is not None, "else the host alone says what fits"
+        rank, room = other.tightest(device_bytes)
+        where = rank.where.removeprefix("the ")
+        return f"does not fit, {format_bytes(rank.peak_bytes)} of {format_bytes(room)} in the {where}"
     names = dict.fromkeys([*best.forecast.ledger, *other.forecast.ledger])
     pairs = [(name, best.forecast.ledger.get(name, 0.0), other.forecast.ledger.get(name, 0.0)) for name in names]
     largest = sorted(pairs, key=lambda item: -abs(item[2] - item[1]))[:SHOWN]

@@ -44,8 +44,8 @@ def search(
 ) -> Found:
     """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
 
-    model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. goal: "time", seconds of a
-    step; "cost", seconds times ranks; "energy", joules of a step, of a cluster that says `device.power`; "fewest ranks", the
+    model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. Devices of which the cluster's
+    `Unlike.memory_bytes` says less have that. goal: "time", seconds of a step; "cost", seconds times ranks; "energy", joules of a step, of a cluster that says `device.power`; "fewest ranks", the
     least divisor of the world on which something fits, then time; or a function of a `Forecast`, for which everything is
     priced. fixed: choices that stay, as precision. exhaustive: price
     everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
@@ -61,6 +61,7 @@ def search(
     if type(world) is not int or world < 1:
         raise PlanError(f"search(world={world!r}): a world has a whole number of ranks, at least 1.")
     machine = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    machine, device_memory = _with_room(machine, device_memory)
     refuse_goal(goal, machine)
     Ahead.refuse(processes)
     base = fixed or Strategy()
@@ -79,6 +80,18 @@ def search(
     finally:
         pricing.ahead.close()
     return found
+
+
+def _with_room(cluster: Cluster, device_bytes: int | None) -> tuple[Cluster, int | None]:
+    """No device has more than is asked for, and the largest has what bounds go by; without a number no memory is looked at."""
+    unlike = cluster.unlike
+    if unlike is None or not unlike.memory_bytes:
+        return cluster, device_bytes
+    if device_bytes is None:
+        rest = unlike.speed or unlike.bytes_per_s
+        return replace(cluster, unlike=replace(unlike, memory_bytes=()) if rest else None), None
+    rooms = tuple(min(size, float(device_bytes)) for size in unlike.memory_bytes)
+    return replace(cluster, unlike=replace(unlike, memory_bytes=rooms)), int(max(rooms))
 
 
 def _of_world(
@@ -140,15 +153,18 @@ def _experts(pricing: Pricing, base: Strategy) -> int:
 
 def _is_right(pricing: Pricing, tried: Tried, device_bytes: int | None) -> bool:
     """Whether it fits: by the traced estimate of its fullest rank, where the composed one may be wrong by what decides."""
-    if device_bytes is None or tried.peak_bytes * (1 + tried.memory.within) <= device_bytes:
+    if device_bytes is None:
+        return True
+    rank, room = tried.tightest(device_bytes)
+    if rank.peak_bytes * (1 + tried.memory.within) <= room:
         return True
     traced = estimate(
         pricing.model,
         strategy=tried.strategy,
         rows=pricing.batch.rows(tried.forecast.profile.spec),
         seq_len=pricing.batch.seq_len,
-        coordinate={"pp": tried.memory.worst.pp_rank},
+        coordinate={"pp": rank.pp_rank},
         kernels=pricing.cluster.device.kernels,
         loss=pricing.loss,
     )
-    return traced.peak_bytes <= device_bytes
+    return traced.peak_bytes <= room

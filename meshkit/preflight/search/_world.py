@@ -80,7 +80,7 @@ class World:
         self.is_modelled = not (pricing.cluster.device.curves or pricing.cluster.collectives)
         self.crowded = pricing.cluster.crowding > 1
         # Each placement has stages of its own, by the speed of its devices: bounds take no cut for granted.
-        self.is_recut = pricing.unlike.unlike is not None and bool(pricing.unlike.unlike.speed)
+        self.is_recut = (unlike := pricing.unlike.unlike) is not None and bool(unlike.speed or unlike.memory_bytes)
 
     def push(self, bound: float, group: Group, level: int) -> None:
         heapq.heappush(self.heap, _Node(bound, next(self._number), group, level))
@@ -437,14 +437,17 @@ class World:
             peak_bytes = self.pricing.peak(strategy).peak_bytes
             self.least = min(self.least or (peak_bytes, strategy), (peak_bytes, strategy), key=lambda each: each[0])
             fits = self.pricing.fits(strategy, self.device_bytes)
-            self.unfit += not fits
             if fits or self.exhaustive:
                 self.pricing.forecast(strategy)
         except MeshkitError as error:
             self.refused[reason_of(error)] += 1
             return None
         if fits or self.exhaustive:
-            self.tried.append(self.pricing.tried(strategy))  # what a goal of one's own raises is no refusal
+            tried = self.pricing.tried(strategy)  # what a goal of one's own raises is no refusal
+            fits = fits and tried.fits(self.device_bytes)  # placed on devices of which some have less
+            if fits or self.exhaustive:
+                self.tried.append(tried)
+        self.unfit += not fits
         if fits and (self.best is None or self.tried[-1].cost < self.best.cost):
             self.best = self.tried[-1]
         return peak_bytes

@@ -225,6 +225,105 @@ def test_a_search_of_unlike_ranks_finds_the_best_strategy_and_placement(seed) ->
         assert "placement=" in found.flags
 
 
+# ------------------------------------------------------------------------------------------------ memory of devices
+
+
+def unlike_memory(sizes: tuple[float, ...], speed: tuple[float, ...] = ()) -> mk.Cluster:
+    base = cluster(len(sizes))
+    largest = replace(base.device, memory_bytes=max(sizes))
+    return replace(base, device=largest, unlike=Unlike(speed=speed, memory_bytes=sizes))
+
+
+def peaks_of(strategy: mk.Strategy, of: torch.nn.Module) -> list[int]:
+    """By the traced estimate, rank by rank."""
+    spec = replace(strategy.mesh_for(), placement=())
+    given = replace(strategy, mesh=spec)
+    shape = {"rows": BATCH.rows(spec), "seq_len": BATCH.seq_len, "kernels": "cpu"}
+    return [mk.estimate(of, spec, given, coordinate={"pp": rank}, **shape).peak_bytes for rank in range(spec.pp)]
+
+
+@pytest.mark.parametrize("speed", [(), (0.5, 1.0)])
+def test_a_smaller_device_has_the_blocks_that_fit_it(speed) -> None:
+    of, strategy = model(layers=8), mk.Strategy(mesh="pp=2", microbatches=4)
+    cuts = [replace(strategy, pipeline=mk.strategy.PipelinePolicy(stages=(n, 8 - n))) for n in range(1, 8)]
+    needs = [peaks_of(each, of) for each in cuts]
+    # Room on one device for what the larger half of every cut with three blocks needs, on the other for all.
+    small = max(needs[2][0], needs[4][1]) * 1.005
+    on = unlike_memory((small, 1e12), speed)
+    found = mk.place(of, strategy, on, BATCH)
+    least = float("inf")
+    for each, need in zip(cuts, needs, strict=True):
+        for order in ((0, 1), (1, 0)):
+            if all(size <= on.unlike.memory_bytes[rank] for size, rank in zip(need, order, strict=True)):
+                placed = replace(each, mesh=mk.MeshSpec(pp=2, placement=order))
+                least = min(least, mk.forecast(of, placed, on, BATCH).seconds)
+    assert found.forecast.seconds == pytest.approx(least, rel=1e-6)
+    assert found.lacks_bytes == 0 < found.given_lacks_bytes
+    assert "as they are a rank lacks" in str(found)
+    seats = found.strategy.mesh.placement or (0, 1)
+    for rank, need in zip(seats, peaks_of(found.strategy, of), strict=True):
+        assert need <= on.unlike.memory_bytes[rank]
+
+
+def test_where_no_order_fits_it_says_what_lacks() -> None:
+    with pytest.raises(PlanError, match="place: on every order of ranks one of them lacks memory, .* at least"):
+        mk.place(model(), mk.Strategy(mesh="pp=2 dp_shard=2", microbatches=4), unlike_memory((1e6, 2e6, 1e6, 2e6)), BATCH)
+
+
+def test_smaller_devices_are_the_ranks_that_need_less() -> None:
+    """The first stage keeps more microbatches: it is on the large devices, wherever these are."""
+    of = model()
+    strategy = mk.Strategy(mesh="pp=2 dp_shard=2", microbatches=8, pipeline=mk.strategy.PipelinePolicy(stages=(2, 2)))
+    first, last = peaks_of(strategy, of)
+    small, large = sorted((first, last))
+    assert large > 1.05 * small
+    on = unlike_memory((small * 1.006, large * 1.006, small * 1.006, large * 1.006))
+    found = mk.place(of, strategy, on, BATCH)
+    fullest = 0 if first > last else 1
+    placement = found.strategy.mesh.placement
+    assert set(placement[2 * fullest : 2 * fullest + 2]) == {1, 3}
+
+
+def test_a_search_fits_every_device() -> None:
+    of = model()
+    space = mk.Space(
+        data=(mk.strategy.DataPolicy(),), schedule=("1f1b",), recompute=("none",), sequence=(False,), zero=(None,)
+    )
+    whole = mk.search(of, unlike_memory((1e12,) * 3 + (9e11,)), BATCH, world=4, space=space, device_memory=10**12)
+    room = int(whole.winner.peak_bytes * 1.02)
+    on = unlike_memory((room, room, room, room * 0.6))
+    every = mk.search(of, on, BATCH, world=4, space=space, device_memory=10**12, exhaustive=True, recheck=False)
+    found = mk.search(of, on, BATCH, world=4, space=space, device_memory=10**12, recheck=False)
+    fitting = [each for each in every.tried if each.fits(10**12)]
+    assert 0 < len(fitting) < len(every.tried)
+    assert found.winner.seconds == min(each.seconds for each in fitting)
+    placement = found.winner.strategy.mesh.placement or (0, 1, 2, 3)
+    share = 4 // found.winner.strategy.mesh_for().pp
+    for rank, need in enumerate(peaks_of(found.winner.strategy, of)):
+        assert need <= 1.005 * min(on.unlike.memory_bytes[seat] for seat in placement[rank * share : (rank + 1) * share])
+    # Without a number memory is looked at nowhere.
+    free = mk.search(of, on, BATCH, world=4, space=space, recheck=False)
+    assert free.winner.seconds <= found.winner.seconds
+    assert free.unfit == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_of_at_most_so_many_blocks_are_the_best_of_all(seed) -> None:
+    draw = random.Random(seed)
+    seconds, speeds = [draw.uniform(1, 3) for _ in range(7)], [draw.choice((1.0, 0.5)) for _ in range(3)]
+    most = [draw.randint(1, 5) for _ in range(3)]
+    most[draw.randrange(3)] = 6
+    cuts = [cut for cut in product(range(1, 8), repeat=3) if sum(cut) == 7 and all(map(int.__le__, cut, most))]
+
+    def slowest(cut: tuple[int, ...]) -> float:
+        begins = [sum(cut[:at]) for at in range(3)]
+        return max(sum(seconds[b : b + n]) / s for b, n, s in zip(begins, cut, speeds, strict=True))
+
+    found = min_max_partition(seconds, 3, speeds=speeds, most=most)
+    assert found in cuts
+    assert slowest(found) == pytest.approx(min(map(slowest, cuts)))
+
+
 def test_a_world_of_a_part_of_a_block_is_refused() -> None:
     with pytest.raises(PlanError, match="a world of 3 ranks .* blocks of 2"):
         mk.place(model(), mk.Strategy(mesh="dp_shard=3"), cluster(4, each=2), mk.Batch(sequences=3, seq_len=128))
