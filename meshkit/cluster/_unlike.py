@@ -55,7 +55,9 @@ class Unlike:
                 f"unlike.speed={self.speed!r}: shares of the device's speed, at least {LEAST_SPEED} and at most 1."
             )
         if not all(size >= 1 for size in self.memory_bytes):
-            raise ClusterError(f"unlike.memory_bytes={self.memory_bytes!r}: bytes of a device of each block, at least 1.")
+            raise ClusterError(
+                f"unlike.memory_bytes={self.memory_bytes!r}: bytes of a device of each block, at least 1."
+            )
         for name, matrix, least in (
             ("bytes_per_s", self.bytes_per_s, "at least 1"),
             ("latency_s", self.latency_s, "at least 0"),
@@ -73,7 +75,9 @@ class Unlike:
             raise ClusterError(
                 "unlike says nothing. Give speed, memory_bytes, or bytes_per_s and latency_s, or leave it away."
             )
-        counts = {name: len(getattr(self, name)) for name in ("speed", "memory_bytes", "bytes_per_s") if getattr(self, name)}
+        counts = {
+            name: len(getattr(self, name)) for name in ("speed", "memory_bytes", "bytes_per_s") if getattr(self, name)
+        }
         if len(set(counts.values())) > 1:
             said = ", ".join(f"{name} is of {count} blocks" for name, count in counts.items())
             raise ClusterError(f"unlike: {said}. Give each block once.")

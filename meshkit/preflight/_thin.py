@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from meshkit.memory import Treatment
 from meshkit.program import Program, read_program
 from meshkit.resolve import Resolved
+from meshkit.strategy import Strategy
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -96,3 +98,29 @@ def thin_program(
         change(model)
         known[made] = replace(read_program(model, program.example), is_proved=is_proved)
     return known[made]
+
+
+def step_program(
+    resolved: Resolved, kinds: Mapping[str, str], inner: Strategy, *, tied: Sequence[tuple[str, str]] = ()
+) -> Program:
+    """The thin program of which a step is traced, its parameters in the dtype that FSDP casts them to; buffers keep theirs.
+
+    inner: the strategy of that step. tied: parameters that stages of a pipeline use each as its own.
+    """
+    casts = resolved.memory.precision is not None and inner.memory.precision is None
+    dtype = resolved.compute if casts else None
+
+    def change(model: nn.Module) -> None:
+        _untie(model, tied)
+        for param in model.parameters() if dtype is not None else ():
+            param.data = param.data.to(dtype)
+
+    return thin_program(resolved, kinds, ("step", tuple(tied), dtype), change)
+
+
+def _untie(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
+    for _, name in tied:
+        owner, _, key = name.rpartition(".")
+        param = model.get_submodule(owner)._parameters[key]
+        assert param is not None
+        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)

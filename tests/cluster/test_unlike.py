@@ -144,7 +144,10 @@ def test_a_file_keeps_it(tmp_path) -> None:
         ({"bytes_per_s": RATES}, "belong together"),
         ({"bytes_per_s": RATES[:3], "latency_s": LATENCIES}, "not as many numbers in each"),
         ({"bytes_per_s": ((1, 0), (1, 1)), "latency_s": ((1, 1), (1, 1))}, "numbers are at least 1"),
-        ({"speed": (1, 1), "bytes_per_s": RATES, "latency_s": LATENCIES}, "speed is of 2 blocks, bytes_per_s is of 4 blocks"),
+        (
+            {"speed": (1, 1), "bytes_per_s": RATES, "latency_s": LATENCIES},
+            "speed is of 2 blocks, bytes_per_s is of 4 blocks",
+        ),
         ({"memory_bytes": (1e9, 0)}, "bytes of a device of each block, at least 1"),
         ({"memory_bytes": 1e9}, "speed and memory_bytes are a number for each block"),
         ({"speed": (1, 1), "memory_bytes": (1e9,) * 4}, "speed is of 2 blocks, memory_bytes is of 4 blocks"),

@@ -24,7 +24,7 @@ from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._first_step import after_first
 from meshkit.preflight._inner import inner_mesh, inner_strategy
 from meshkit.preflight._moved import WatchedTier, watch_offload
-from meshkit.preflight._thin import thin_program
+from meshkit.preflight._thin import step_program
 from meshkit.preflight.estimate._estimate import (
     CUDA_GRANULE,
     Kernels,
@@ -103,15 +103,7 @@ def trace_step(
     """
     spec = inner_mesh(resolved.spec)
     strategy = inner_strategy(resolved, spec, set(kinds.values()))
-    casts = resolved.memory.precision is not None and strategy.memory.precision is None
-    dtype = resolved.compute if casts else None
-
-    def change(model: nn.Module) -> None:
-        _untie(model, tied)
-        for param in model.parameters() if dtype is not None else ():  # as FSDP casts: buffers keep their dtype
-            param.data = param.data.to(dtype)
-
-    program = thin_program(resolved, kinds, ("kept", tuple(tied), dtype), change)
+    program = step_program(resolved, kinds, strategy, tied=tied)
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
     model = copy.deepcopy(program.model)
     with fake_mesh(spec, full_coordinate(spec, None), kernels=kernels) as mesh:
@@ -148,14 +140,6 @@ def trace_step(
             fetched={name: frozenset(each) for name, each in watched.back.items()},
             stored_bytes=watched.pieces,
         )
-
-
-def _untie(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
-    for _, name in tied:
-        owner, _, key = name.rpartition(".")
-        param = model.get_submodule(owner)._parameters[key]
-        assert param is not None
-        model.get_submodule(owner)._parameters[key] = nn.Parameter(torch.empty_like(param), param.requires_grad)
 
 
 class _Marked:

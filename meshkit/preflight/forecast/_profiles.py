@@ -16,7 +16,7 @@ from meshkit.preflight._arguments import full_coordinate
 from meshkit.preflight._first_step import after_first
 from meshkit.preflight._inner import inner_mesh, inner_strategy
 from meshkit.preflight._moved import watch_offload
-from meshkit.preflight._thin import kinds_of_blocks, thin_program
+from meshkit.preflight._thin import kinds_of_blocks, step_program
 from meshkit.preflight.estimate import Kernels, fake_mesh
 from meshkit.preflight.forecast._profile import ModelProfile, Profile
 from meshkit.preflight.forecast._trace import OpTrace
@@ -75,9 +75,7 @@ def _traced(
     """(profiles by owner, modules in the order of their calls, bytes that each block moves off the device)."""
     spec, blocks = inner_mesh(resolved.spec), set(kinds.values())
     strategy = inner_strategy(resolved, spec, blocks)
-    casts = resolved.memory.precision is not None and strategy.memory.precision is None
-    dtype = resolved.compute if casts else None
-    program = thin_program(resolved, kinds, ("ran", dtype), lambda model: _cast(model, dtype))
+    program = step_program(resolved, kinds, strategy)
     # The fullest rank of dp_shard, of which here are only as many as hold all experts.
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}
     model = copy.deepcopy(program.model)
@@ -99,10 +97,6 @@ def _traced(
         if watched is not None:
             run.forward_backward(batch, mask=mask, loss=loss, step=2)
     return trace.profiles(), trace.called, {} if watched is None else watched.bytes
-
-
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    model.to(dtype)
 
 
 def modules_around(model: nn.Module, blocks: set[str]) -> list[str]:

@@ -20,8 +20,8 @@ def min_max_partition(
     """Blocks of each stage, at least one each: exact, by dynamic programming. first, last: what those stages do besides.
     speeds: of each stage's device; None, they are alike. most: blocks of each stage; None, any number.
 
-    Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1, and most >= 1, of all
-    stages at least len(seconds).
+    Of partitions that are as fast, the one whose later stages are shortest. len(seconds) >= stages >= 1; each of most is 1 or
+    more, and all of them hold len(seconds).
     """
     assert 1 <= stages <= len(seconds)
     assert most is None or (min(most) >= 1 and sum(most) >= len(seconds)), "no partition has so few blocks"

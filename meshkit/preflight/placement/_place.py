@@ -191,7 +191,9 @@ class Steps:
 
     def lacks_bytes(self, strategy: Strategy, spec: MeshSpec) -> int:
         """Of the rank of pp that lacks most; spec: with the placement, which `strategy` has not."""
-        return max(0, *(math.ceil(need - room) for need, room in zip(*self._need_and_room(strategy, spec), strict=True)))
+        return max(
+            0, *(math.ceil(need - room) for need, room in zip(*self._need_and_room(strategy, spec), strict=True))
+        )
 
     def _need_and_room(self, strategy: Strategy, spec: MeshSpec) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Bytes of each rank of pp, and of its least device; nothing is asked of memory where all devices are alike."""
@@ -225,7 +227,7 @@ class Steps:
         return self._balanced[speeds, room]
 
     def _with_stages(self, placement: Sequence[int], speeds: Sequence[float], spec: MeshSpec) -> Strategy:
-        """placement: the rank of pp of each stage. Ranks that lack memory get fewer and fewer blocks, until all have enough."""
+        """placement: the rank of pp of each stage. Ranks that lack memory get fewer blocks until all have enough."""
         blocks = self._seconds.blocks
         most = [len(blocks)] * len(placement)
         while min(most) >= 1 and sum(most) >= len(blocks):

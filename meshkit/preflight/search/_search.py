@@ -44,12 +44,12 @@ def search(
 ) -> Found:
     """The strategy of `world` ranks on which a step of the batch is forecast to be best, of those that fit.
 
-    model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. Devices of which the cluster's
-    `Unlike.memory_bytes` says less have that. goal: "time", seconds of a step; "cost", seconds times ranks; "energy", joules of a step, of a cluster that says `device.power`; "fewest ranks", the
-    least divisor of the world on which something fits, then time; or a function of a `Forecast`, for which everything is
-    priced. fixed: choices that stay, as precision. exhaustive: price
-    everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a winner that fits by less than
-    what its composed peak may be wrong by.
+    model: any nn.Module, on meta is enough. device_memory: bytes; None does not look at memory. Devices of which
+    `Unlike.memory_bytes` of the cluster says less have that. goal: "time", seconds of a step; "cost", seconds times ranks;
+    "energy", joules of a step, of a cluster that says `device.power`; "fewest ranks", the least divisor of the world on which
+    something fits, then time; or a function of a `Forecast`, for which everything is priced. fixed: choices that stay, as
+    precision. exhaustive: price everything, also what cannot be best by its bound. recheck: also by the traced `estimate` a
+    winner that fits by less than what its composed peak may be wrong by.
     limit_s: processor seconds, of others too while it waits for them, after which the best so far is the answer, and
     `Found.gap` says what was left. processes: how many trace, this one among them; the others are forked, and trace what is
     likely to be asked for next, so the answer is the same. progress: called with how many were priced, how many are left, and
@@ -83,7 +83,7 @@ def search(
 
 
 def _with_room(cluster: Cluster, device_bytes: int | None) -> tuple[Cluster, int | None]:
-    """No device has more than is asked for, and the largest has what bounds go by; without a number no memory is looked at."""
+    """No device has more than is asked for; the largest has what bounds go by. Without a number memory is not looked at."""
     unlike = cluster.unlike
     if unlike is None or not unlike.memory_bytes:
         return cluster, device_bytes

@@ -12,9 +12,11 @@ import torch
 import meshkit as mk
 from meshkit.cluster import Tier, Unlike
 from meshkit.errors import PlanError
+from meshkit.preflight.estimate import MemoryProfiles, compose
 from meshkit.preflight.forecast import Profiles
 from meshkit.preflight.placement import Orders, _orders, min_max_partition
 from meshkit.preflight.placement.command import command
+from meshkit.resolve import resolve
 
 BATCH = mk.Batch(sequences=16, seq_len=128)
 NEAR = 1e-5
@@ -234,12 +236,15 @@ def unlike_memory(sizes: tuple[float, ...], speed: tuple[float, ...] = ()) -> mk
     return replace(base, device=largest, unlike=Unlike(speed=speed, memory_bytes=sizes))
 
 
+MEMORY, PROFILES = MemoryProfiles(), Profiles()
+
+
 def peaks_of(strategy: mk.Strategy, of: torch.nn.Module) -> list[int]:
-    """By the traced estimate, rank by rank."""
+    """Rank by rank, as composed: tests/preflight/estimate hold that against traces."""
     spec = replace(strategy.mesh_for(), placement=())
-    given = replace(strategy, mesh=spec)
+    resolved = resolve(PROFILES.program_of(of), replace(strategy, mesh=spec), spec)
     shape = {"rows": BATCH.rows(spec), "seq_len": BATCH.seq_len, "kernels": "cpu"}
-    return [mk.estimate(of, spec, given, coordinate={"pp": rank}, **shape).peak_bytes for rank in range(spec.pp)]
+    return [rank.peak_bytes for rank in compose(resolved, **shape, profiles=MEMORY).ranks]
 
 
 @pytest.mark.parametrize("speed", [(), (0.5, 1.0)])
@@ -256,7 +261,7 @@ def test_a_smaller_device_has_the_blocks_that_fit_it(speed) -> None:
         for order in ((0, 1), (1, 0)):
             if all(size <= on.unlike.memory_bytes[rank] for size, rank in zip(need, order, strict=True)):
                 placed = replace(each, mesh=mk.MeshSpec(pp=2, placement=order))
-                least = min(least, mk.forecast(of, placed, on, BATCH).seconds)
+                least = min(least, mk.forecast(of, placed, on, BATCH, profiles=PROFILES).seconds)
     assert found.forecast.seconds == pytest.approx(least, rel=1e-6)
     assert found.lacks_bytes == 0 < found.given_lacks_bytes
     assert "as they are a rank lacks" in str(found)
@@ -267,7 +272,9 @@ def test_a_smaller_device_has_the_blocks_that_fit_it(speed) -> None:
 
 def test_where_no_order_fits_it_says_what_lacks() -> None:
     with pytest.raises(PlanError, match="place: on every order of ranks one of them lacks memory, .* at least"):
-        mk.place(model(), mk.Strategy(mesh="pp=2 dp_shard=2", microbatches=4), unlike_memory((1e6, 2e6, 1e6, 2e6)), BATCH)
+        mk.place(
+            model(), mk.Strategy(mesh="pp=2 dp_shard=2", microbatches=4), unlike_memory((1e6, 2e6, 1e6, 2e6)), BATCH
+        )
 
 
 def test_smaller_devices_are_the_ranks_that_need_less() -> None:
@@ -287,7 +294,14 @@ def test_smaller_devices_are_the_ranks_that_need_less() -> None:
 def test_a_search_fits_every_device() -> None:
     of = model()
     space = mk.Space(
-        data=(mk.strategy.DataPolicy(),), schedule=("1f1b",), recompute=("none",), sequence=(False,), zero=(None,)
+        data=(mk.strategy.DataPolicy(),),
+        schedule=("1f1b",),
+        recompute=("none",),
+        sequence=(False,),
+        zero=(None,),
+        dp_replicate=(1,),
+        tp=(1,),
+        microbatches=(4,),
     )
     whole = mk.search(of, unlike_memory((1e12,) * 3 + (9e11,)), BATCH, world=4, space=space, device_memory=10**12)
     room = int(whole.winner.peak_bytes * 1.02)
@@ -300,7 +314,9 @@ def test_a_search_fits_every_device() -> None:
     placement = found.winner.strategy.mesh.placement or (0, 1, 2, 3)
     share = 4 // found.winner.strategy.mesh_for().pp
     for rank, need in enumerate(peaks_of(found.winner.strategy, of)):
-        assert need <= 1.005 * min(on.unlike.memory_bytes[seat] for seat in placement[rank * share : (rank + 1) * share])
+        assert need <= 1.005 * min(
+            on.unlike.memory_bytes[seat] for seat in placement[rank * share : (rank + 1) * share]
+        )
     # Without a number memory is looked at nowhere.
     free = mk.search(of, on, BATCH, world=4, space=space, recheck=False)
     assert free.winner.seconds <= found.winner.seconds
