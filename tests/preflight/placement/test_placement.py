@@ -303,9 +303,12 @@ def test_a_search_fits_every_device() -> None:
         tp=(1,),
         microbatches=(4,),
     )
-    whole = mk.search(of, unlike_memory((1e12,) * 3 + (9e11,)), BATCH, world=4, space=space, device_memory=10**12)
-    room = int(whole.winner.peak_bytes * 1.02)
-    on = unlike_memory((room, room, room, room * 0.6))
+    roomy = mk.search(
+        of, unlike_memory((1e12,) * 4), BATCH, world=4, space=space, device_memory=10**12, exhaustive=True
+    )
+    needs = [[rank.peak_bytes for rank in each.memory.ranks] for each in roomy.tried]
+    # One device has what the lightest rank of all needs, the others have enough for any.
+    on = unlike_memory((max(map(max, needs)),) * 3 + (min(map(min, needs)) * 1.001,))
     every = mk.search(of, on, BATCH, world=4, space=space, device_memory=10**12, exhaustive=True, recheck=False)
     found = mk.search(of, on, BATCH, world=4, space=space, device_memory=10**12, recheck=False)
     fitting = [each for each in every.tried if each.fits(10**12)]
