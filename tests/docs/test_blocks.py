@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.recipes.launch import run_alone
 from tests.world import run_ranks
@@ -56,6 +57,8 @@ def run_blocks(blocks: list[Block], page: str, folder: str) -> list[str]:
     """What each prints on this rank. Lines keep the page's numbers, so a traceback points into the page."""
     os.chdir(folder)
     warnings.filterwarnings("ignore", message=TRACING)
+    if blocks[0].ranks:
+        torch.seed()  # which forked ranks share, and those that torchrun starts do not
     namespace = {"__name__": "__main__"}
     printed = []
     for block in blocks:

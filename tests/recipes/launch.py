@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests.world import fork
@@ -143,6 +144,7 @@ def _run_script(script: str, flags: tuple[str, ...], environment: dict[str, str]
     warnings.resetwarnings()
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
+    torch.seed()  # which forked ranks share, and those that torchrun starts do not
     runpy.run_path(script, run_name="__main__")
 
 
