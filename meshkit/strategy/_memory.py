@@ -153,7 +153,7 @@ class ActivationOffload:
     min_bytes: int = 4096
     ahead: int = 1
     reserve: int = 0
-    folder: Path | None = None
+    folder: str | os.PathLike[str] | Path | None = None  # a Path, once made
     staging: int = DEFAULT_STAGING
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class ActivationOffload:
         for name, least in (("keep_last", 0), ("min_bytes", 1), ("ahead", 0), ("reserve", 0), ("staging", 1)):
             if getattr(self, name) < least:
                 raise PlanError(f"ActivationOffload({name}={getattr(self, name)}): use at least {least}.")
-        if isinstance(self.folder, str | os.PathLike):
+        if self.folder is not None:
             object.__setattr__(self, "folder", Path(self.folder))
         if self.folder is not None and self.to == "host":
             raise PlanError(

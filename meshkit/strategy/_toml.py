@@ -138,14 +138,14 @@ def _is_a(option: Any, kind: type) -> bool:
 
 
 def _should(wanted: Any, records: list[Any], tables: list[Any], lists: list[Any], options: list[Any]) -> str:
+    if torch.dtype in options or Path in options:
+        return f"should be a text, {'as bfloat16' if torch.dtype in options else 'a path'}"
     if wanted:
         return f"should be {' or '.join(option.__name__ for option in wanted)}"
     if records:
         return f"should be a table of {records[0].__name__}"
     if tables or lists:
         return f"should be {'a table' if tables else 'a list'}"
-    if torch.dtype in options or Path in options:
-        return f"should be a text, {'as bfloat16' if torch.dtype in options else 'a path'}"
     return "is nothing that a file can say. Set it in the script that reads it"
 
 

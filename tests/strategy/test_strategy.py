@@ -119,7 +119,7 @@ def test_a_wrong_file_is_named_with_the_place_in_it(text: str, error: str) -> No
 def test_a_list_for_a_tuple_and_a_text_for_a_path_come_back_too(tmp_path: Path) -> None:
     memory = MemoryPolicy(
         recompute=Recompute(mode="selective", keep=["matmul"]),  # type: ignore[arg-type]
-        offload=ActivationOffload(to="disk", folder=str(tmp_path)),  # type: ignore[arg-type]
+        offload=ActivationOffload(to="disk", folder=str(tmp_path)),
     )
     assert Strategy.from_toml(Strategy(memory=memory).to_toml()) == Strategy(memory=memory)
     (tmp_path / "latin.toml").write_bytes(b"# \xff")

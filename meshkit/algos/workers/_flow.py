@@ -6,6 +6,7 @@ Workers come and go: what one that is lost was writing is given to another, and 
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import socket
 import time
@@ -61,7 +62,7 @@ class WorkerPolicy:
     """
 
     port: int
-    folder: Path
+    folder: str | os.PathLike[str]
     secret: str
     host: str = ""
     lease_s: float = 30.0
@@ -133,6 +134,7 @@ class WorkerFlow:
             [Call(name="write", on="workers", function=_elsewhere, needs=fields, gives=policy.gives), *calls], fields
         )
         self._mesh, self._calls, self._policy = meshes[on.pop()], list(calls), policy
+        self._folder = Path(policy.folder)
         self._source, self._total, self._staleness, self._publish = source, total, staleness, publish
         self._next, self._published = 0, -1
         # [Note: weights that validators need]
@@ -173,8 +175,8 @@ class WorkerFlow:
         self._origin = Origin(
             host=policy.host, port=weights, shard_bytes=policy.shard_bytes, keep=self._kept, secret=policy.secret
         )
-        shutil.rmtree(policy.folder, ignore_errors=True)
-        policy.folder.mkdir(parents=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
         self._server = RolloutServer(
             self._buffer,
             host=policy.host,
@@ -240,7 +242,7 @@ class WorkerFlow:
         if self._server is not None:
             self._server.close()
             self._origin.close()
-            shutil.rmtree(self._policy.folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._server = None
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -251,14 +253,14 @@ class WorkerFlow:
             return
         assert self._group is not None
         what, began = f"iteration {self._next}, publish", time.perf_counter()
-        folder = self._policy.folder / f"{self._next}"
+        folder = self._folder / f"{self._next}"
         with self._guard.reports_failure(what):
             self._publish(folder)
             if self._server is not None:
                 with self._server.lock:
                     self._server.newest = self._next  # before anybody can have them
                 manifest = self._origin.publish(folder, self._next)
-                for old in self._policy.folder.iterdir():
+                for old in self._folder.iterdir():
                     if int(old.name) <= self._next - self._kept:
                         shutil.rmtree(old)
                 with self._server.lock:

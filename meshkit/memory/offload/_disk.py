@@ -31,7 +31,7 @@ class DiskTier:
     def __init__(
         self,
         streams: Streams,
-        folder: Path | None,
+        folder: str | os.PathLike[str] | None,
         *,
         staging: int,
         reserve: int = 0,
@@ -202,8 +202,8 @@ class Files:
     around the page cache (O_DIRECT), which a probe finds out; addresses, offsets and lengths are multiples of PAGE.
     """
 
-    def __init__(self, folder: Path | None, *, slab_bytes: int = SLAB_BYTES) -> None:
-        self.folder = Path(tempfile.gettempdir()) if folder is None else folder
+    def __init__(self, folder: str | os.PathLike[str] | None, *, slab_bytes: int = SLAB_BYTES) -> None:
+        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.system = file_system(self.folder)

@@ -73,7 +73,7 @@ def flow_on(
     timeout: timedelta = timedelta(seconds=60),
     **changes: Any,
 ) -> WorkerFlow:
-    policy: dict[str, Any] = {"port": 0, "folder": folder, "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0}
+    policy: dict[str, Any] = {"port": 0, "folder": str(folder), "host": "127.0.0.1", "secret": SECRET, "lease_s": 3.0}
     policy |= {"gives": GIVES, "shard_bytes": 8192, "tokens": SAMPLES * SAMPLING.max_new_tokens}
     told = {"sampling": asdict(SAMPLING), "samples": SAMPLES, "seed": SEED, "precision": "fp32"}
     options: dict[str, Any] = {"staleness": 2, "total": STEPS, "source": source, "fields": PROMPTED} | changes
