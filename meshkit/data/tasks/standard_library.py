@@ -222,12 +222,21 @@ def split_records(records: Iterable[Record], *, held_out: float) -> TaskSplits:
 
     Raises: DataError if one of the two halves would be empty.
     """
-    halves: tuple[list[Record], list[Record]] = ([], [])
-    for record in records:
-        halves[is_held_out(record.source, held_out)].append(record)
-    if not all(halves):
+    rows = list(records)
+    train, aside = _halves(rows, held_out)
+    if not train or not aside:
+        shares = (each / 1000 for each in range(1, 1000))
+        least = next((share for share in shares if all(_halves(rows, share))), None)  # tens of rows: of many 0.001 does
+        instead = "" if least is None else f", as {least}"
         raise DataError(
-            f"held_out={held_out} leaves {len(halves[0])} rows to learn from and {len(halves[1])} to evaluate on, and both "
-            "need one. Use more rows or another held_out."
+            f"held_out={held_out} leaves {len(train)} rows to learn from and {len(aside)} to evaluate on, and both "
+            f"need one. Use more rows or another held_out{instead}."
         )
-    return TaskSplits(train=halves[0], held_out=halves[1])
+    return TaskSplits(train=train, held_out=aside)
+
+
+def _halves(rows: Iterable[Record], held_out: float) -> tuple[list[Record], list[Record]]:
+    halves: tuple[list[Record], list[Record]] = ([], [])
+    for row in rows:
+        halves[is_held_out(row.source, held_out)].append(row)
+    return halves

@@ -20,3 +20,11 @@ def test_a_half_without_rows_is_refused() -> None:
     rows = [Record(fields={}, source="rows.jsonl:1")]
     with pytest.raises(DataError, match="leaves 1 rows to learn from and 0 to evaluate on, and both need one"):
         split_records(rows, held_out=1e-9)
+
+
+def test_few_rows_are_told_a_share_that_leaves_both_halves_one() -> None:
+    rows = [Record(fields={}, source=f"mine.jsonl:{i}") for i in range(8)]
+    with pytest.raises(DataError, match=r"Use more rows or another held_out, as (0\.\d+)\.") as refused:
+        split_records(rows, held_out=1e-9)
+    said = float(str(refused.value).rsplit("as ", 1)[1].rstrip("."))
+    assert split_records(rows, held_out=said).held_out
