@@ -11,4 +11,5 @@ from meshkit.preflight import order as order
 from meshkit.preflight import page as page
 from meshkit.preflight import placement as placement
 from meshkit.preflight import scaling as scaling
+from meshkit.preflight import search as search
 from meshkit.preflight import waits as waits

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import warnings
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,12 +79,16 @@ MODULES = public_modules()
 
 def page() -> str:
     lines = ["# Every public name", "", "<!-- Written by `make docs`; do not edit. -->"]
+    listed: list[Any] = []  # members are where a class comes first
     for module in MODULES:
         lines += ["", f"## {module.__name__}"]
         if module.__doc__:
             lines += ["", module.__doc__.strip()]
         for name, value in public(module).items():
             lines += ["", f"### {name}", "", *_entry(name, value)]
+            if inspect.isclass(value) and not any(value is other for other in listed):
+                listed.append(value)
+                lines += _members(value)
     return "\n".join(lines) + "\n"
 
 
@@ -137,6 +142,24 @@ def _entry(name: str, value: Any) -> list[str]:
     return ["```text", *_call(name, value), "```", *(["", "```text", said, "```"] if said else [])]
 
 
+def _members(value: type) -> list[str]:
+    """Public methods and properties that a class of meshkit's defines itself."""
+    lines = []
+    for name, member in vars(value).items():
+        function = next(
+            (each for attribute in ("__func__", "fget", "func") if (each := getattr(member, attribute, None))), member
+        )
+        if name.startswith("_") or not inspect.isfunction(function) or not value.__module__.startswith("meshkit."):
+            continue
+        title = f"{value.__name__}.{name}"
+        returned = _type(inspect.signature(function).return_annotation)
+        is_value = isinstance(member, property | cached_property)
+        call = [f"{title}: {returned}"] if is_value else _call(title, function)
+        said = inspect.getdoc(function)
+        lines += ["", f"#### {title}", "", "```text", *call, *(["", said] if said else []), "```"]
+    return lines
+
+
 def _call(name: str, value: Any) -> list[str]:
     """How it is called: one parameter a line where the whole is long."""
     try:
@@ -145,10 +168,9 @@ def _call(name: str, value: Any) -> list[str]:
             signature = inspect.signature(value)
     except ValueError:
         return [name]
-    shown = [_parameter(each) for each in signature.parameters.values()]
-    first_keyword = next(
-        (i for i, each in enumerate(signature.parameters.values()) if each.kind is each.KEYWORD_ONLY), None
-    )
+    parameters = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
+    shown = [_parameter(each) for each in parameters]
+    first_keyword = next((i for i, each in enumerate(parameters) if each.kind is each.KEYWORD_ONLY), None)
     if first_keyword is not None and not any(each.startswith("*") for each in shown):
         shown.insert(first_keyword, "*")
     returned = signature.return_annotation

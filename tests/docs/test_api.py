@@ -33,6 +33,12 @@ def test_the_reference_has_an_entry_for_every_public_name() -> None:
     assert entries == [name for module in MODULES for name in public(module)]
 
 
+def test_the_reference_has_what_users_call_of_a_run_and_a_mesh() -> None:
+    members = set(re.findall(r"^#### ([\w.]+)$", page(), re.MULTILINE))
+    called = {"forward_backward", "evaluate", "parameters", "named_parameters", "export", "move"}
+    assert {f"Run.{name}" for name in called} | {"Mesh.data_rank", "Mesh.data_ranks", "Strategy.mesh_for"} <= members
+
+
 def test_another_process_writes_the_same_reference() -> None:
     """No address, no order of a set."""
     command = [sys.executable, "-c", "from tests.docs.api import page; print(page(), end='')"]
