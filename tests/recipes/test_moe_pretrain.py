@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshkit.data import find_corpus, prepare_tokenizer
 from meshkit.models import LlamaConfig, save_config
 from tests.depth import thin
 from tests.recipes.launch import command_line, read_losses, run
@@ -111,7 +112,8 @@ def test_a_folder_without_experts_is_refused(corpus: Path, tmp_path: Path) -> No
     sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
     save_config(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2), tmp_path)
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    tokenizer = next((corpus.parent / "cache").glob("tokenizer-*"))
+    prepare_tokenizer(find_corpus(corpus), tmp_path / "cache", vocab_size=300)
+    tokenizer = next((tmp_path / "cache").glob("tokenizer-*"))
     status, output = run(1, RECIPE, *flags(corpus, tmp_path / "out", pretrained=tmp_path, tokenizer=tokenizer))
     assert status != 0
     assert "is a LlamaConfig; this recipe trains Qwen3-MoE and Mixtral" in output, output
