@@ -31,7 +31,7 @@ FLAGS = {"own_pretraining": [("dp_shard=2",), ("tp=2",)]}
 TOL_PRINTED = 2e-3  # of losses of fp32, which meshes add up in another order, after ten steps
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.parametrize("script", RANKS)
 def test_what_a_new_user_wrote_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_no_script_is_left_out() -> None:
     assert {path.stem for path in HERE.glob("*.py")} == {*RANKS, "__init__", "test_newcomer"}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 def test_an_own_reward_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As own_reward.py says, with the policy that it exports."""
     monkeypatch.chdir(tmp_path)
