@@ -38,7 +38,16 @@ from meshkit.parallel.data import (
     reduce_whole,
     restored_on_error,
 )
-from meshkit.parallel.expert import end_step, refuse_overflow, step_counts, step_dropped, step_losses, update_biases
+from meshkit.parallel.expert import (
+    begin_step,
+    end_step,
+    place_copies,
+    refuse_overflow,
+    step_counts,
+    step_dropped,
+    step_losses,
+    update_biases,
+)
 from meshkit.parallel.later import LaterChanges
 from meshkit.parallel.old_parameters import OldParameters
 from meshkit.parallel.parameter_hooks import ParameterHooks, run_hooks, set_aside
@@ -205,6 +214,8 @@ class Run:
             self.state.begin_step(self.model, microbatches)
         if self.units is not None:
             self.units.begin_step()
+        if self.strategy.experts.follows_load:
+            begin_step(self.model)
         unhooked = set_aside(self.hooks, self.model)
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         means = torch.zeros_like(total) if watch is None else watch.means
@@ -257,6 +268,8 @@ class Run:
             if repeated is not None and watch is None:  # the watch of a new loss runs it in another way
                 with self.watcher.again():
                     self._repeat(*repeated, tokens, loss)
+        if self.strategy.experts.follows_load:
+            place_copies(self.model)  # now, since the microbatch that ran again had the copies that it had at first
         return summed / tokens
 
     def _backward(

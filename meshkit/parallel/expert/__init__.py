@@ -19,9 +19,11 @@ from ._dispatch import DispatchPlan as DispatchPlan
 from ._dispatch import OneRank as OneRank
 from ._hot_experts import HotExperts as HotExperts
 from ._hot_experts import begin_ahead as begin_ahead
+from ._hot_experts import begin_step as begin_step
 from ._hot_experts import end_step as end_step
 from ._hot_experts import expected_placement as expected_placement
 from ._hot_experts import hot_experts_of as hot_experts_of
+from ._hot_experts import place_copies as place_copies
 from ._hot_experts import placements_of as placements_of
 from ._padded import PaddedAllToAll as PaddedAllToAll
 from ._padded import refuse_overflow as refuse_overflow

@@ -53,7 +53,7 @@ class HotExperts:
     def set_owners(self, owners: Sequence[int]) -> None:
         """After their parameters have moved: the experts of a rank lie in ascending order."""
         self.set_placement(Placement(self.placement.ranks, tuple(owners), ((),) * self.inner.experts))
-        self._choose()
+        self.choose()
 
     @property
     def rank(self) -> int:
@@ -71,22 +71,25 @@ class HotExperts:
 
     @property
     def totals(self) -> list[int]:
-        """Rows of each expert in the last steps, of all ranks of ep and etp; zeros before the first."""
-        return [sum(counts) for counts in zip(*self.recent, strict=True)] or [0] * self.inner.experts
+        """Rows of each expert in the last steps, of all ranks of ep and etp; before the first those that are expected, or
+        zeros."""
+        counted = [sum(counts) for counts in zip(*self.recent, strict=True)]
+        return counted or list(self.policy.expected or [0] * self.inner.experts)
 
     def note(self, counts: Sequence[int]) -> None:
         """Remember the rows of each expert in a step, and choose the copies of the next; the same on every rank."""
         self.recent.append(list(counts))
-        self._choose()
+        self.choose()
 
-    def _choose(self) -> None:
+    def choose(self) -> None:
+        """The copies of the next step; as long as nothing was counted, by the rows that are expected."""
         alone = self.placement.with_copies([()] * self.inner.experts)
         policy = self.policy
         self.set_placement(choose_copies(alone, self.totals, self.nodes, most=policy.copies, target=policy.target))
 
     def end_step(self) -> None:
         if self.seen is not None:
-            self.note(self.seen)
+            self.recent.append(self.seen)
         self.seen = None
 
     def run(
@@ -212,8 +215,23 @@ def placements_of(model: nn.Module) -> dict[str, Placement] | None:
     return {name: hot.placement for name, hot in found.items() if hot is not None} or None
 
 
+def begin_step(model: nn.Module) -> None:
+    """Before a step: what layers with hot experts have counted since the last, as in a step that failed, is none of it."""
+    for hot in _all_of(model):
+        hot.seen = None
+
+
 def end_step(model: nn.Module) -> None:
-    """After a step: layers with hot experts choose the copies of the next by the rows that they have counted."""
-    for module in model.modules():
-        if (hot := hot_experts_of(module)) is not None:
-            hot.end_step()
+    """After a step: layers with hot experts remember the rows that they have counted."""
+    for hot in _all_of(model):
+        hot.end_step()
+
+
+def place_copies(model: nn.Module) -> None:
+    """When no microbatch of the step runs again: layers with hot experts choose the copies of the next."""
+    for hot in _all_of(model):
+        hot.choose()
+
+
+def _all_of(model: nn.Module) -> list[HotExperts]:
+    return [hot for module in model.modules() if (hot := hot_experts_of(module)) is not None]
