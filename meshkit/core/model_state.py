@@ -61,7 +61,7 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     Tensors of other ranks' stages are on meta.
     Raises: PlanError where parts of tensors are in other places than the single-device model has them.
     """
-    _refuse_displaced(module)
+    refuse_displaced(module)
     local_state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     full = full_model_of(module)
     if full is None:
@@ -82,7 +82,7 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     sees them.
     Raises: PlanError where parts of tensors are in other places than the single-device model has them.
     """
-    _refuse_displaced(module)
+    refuse_displaced(module)
     # `state_dict` comes first for its side effect: FSDP puts its shards back for it. After an evaluation the root unit is
     # still gathered, and its parameters would be unsharded copies, which the optimizer does not update; and after a load the
     # next forward would use the old copies.
@@ -93,11 +93,19 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_displaced(module: nn.Module, why: str) -> None:
-    """Say that parts of tensors are in other places than the single-device model has them; empty: that none are."""
+    """Say that parts of tensors are in other places than the single-device model has them; empty: that none are. As long as
+    some are, the module has no `state_dict`."""
+    if _DISPLACED not in module.__dict__:
+        module.register_state_dict_pre_hook(_before_state_dict)
     module.__dict__[_DISPLACED] = why
 
 
-def _refuse_displaced(module: nn.Module) -> None:
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    refuse_displaced(module)
+
+
+def refuse_displaced(module: nn.Module) -> None:
+    """Raises: PlanError where parts of tensors are in other places than the single-device model has them."""
     if why := module.__dict__.get(_DISPLACED):
         raise PlanError(why)
 

@@ -7,8 +7,10 @@ home for them: `experts_at_home`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,15 +31,19 @@ from meshkit.core.reshard import (
     Shards,
     TensorRegions,
     plan_reallocation,
+    volume,
 )
 from meshkit.core.sharding import local_slices, local_tensor
 from meshkit.errors import PlanError
 from meshkit.mesh.world import ranks_per_node
 from meshkit.moving._agree import gathered
+from meshkit.moving._optimizer import keeps_elsewhere, wants_even
 from meshkit.parallel.expert import HotExperts, Placement, choose_owners, hot_experts_of, place_near
 from meshkit.step import Run
 
 Held = dict[str, tuple[tuple[int, ...], torch.dtype, Region]]
+Tables = dict[str, tuple[int, ...]]
+"""by the name of a module of experts, the rank of ep that owns each"""
 
 
 def move_experts(
@@ -51,18 +57,26 @@ def move_experts(
     at least one.
     optimizer: of these parameters, whose state moves along; None where there is none. Its objects stay the same, and so do
     names and shapes of parameters: only slices change places. A checkpoint has the order of the single-device model.
-    Wire: an all-reduce of the loads; a gather of what ranks hold, as objects; then over the mesh the bytes of the plan.
-    Raises: PlanError, on every rank, for a run without ExpertPolicy(owners="load"), for gradients that are still there, state
-    that is not laid out as its parameter, and for tables that cannot be.
+    Memory: a copy of a stack of experts, or of several with up to `DEFAULT_BUCKET_BYTES`, at a time.
+    Wire: gathers of the tables and of what ranks hold, as objects; an all-reduce of the loads; then over the mesh the bytes
+    of the plan.
+    Raises: PlanError, on every rank, for a run without ExpertPolicy(owners="load"), for gradients that are still there, hooks
+    on parameters of experts, state that is not laid out as its parameter or kept elsewhere, and for tables that cannot be, or
+    are not the same on every rank.
     Source: Hecate 2025, section 4.3 (heterogeneous sharding); the exchange of pairs: EPLB.
     """
-    finish = _ready(run, optimizer)
-    layers = _layers(run)
-    wanted = (
-        {name: _by_load(run, module, hot) for name, (module, hot) in layers.items()} if owners is None else dict(owners)
-    )
-    gathered(run.mesh, lambda: _refuse(finish, layers, wanted, run))
-    return _place(run, optimizer, {name: tuple(table) for name, table in wanted.items()})
+    asked = _asked(run, owners)
+    why = _ready(run, optimizer)
+    layers, even = _layers(run), wants_even(optimizer)
+    wanted = asked
+    if wanted is None:
+        wanted = {name: _by_load(run, module, hot, even=bool(even)) for name, (module, hot) in layers.items()}
+    told = gathered(run.mesh, lambda: _refuse(why, layers, wanted, run, even))
+    # One table for all that share a layer: by load, replicas on other nodes would choose other owners of the same experts.
+    tables: Tables = {}
+    for of_rank in told:
+        tables = {**of_rank, **tables}
+    return _place(run, optimizer, tables)
 
 
 @contextmanager
@@ -102,7 +116,7 @@ def _any(run: Run, mine: bool) -> bool:
     return bool(flag.item())
 
 
-def _by_load(run: Run, module: nn.Module, hot: HotExperts) -> tuple[int, ...]:
+def _by_load(run: Run, module: nn.Module, hot: HotExperts, *, even: bool) -> tuple[int, ...]:
     """New owners by the rows of the last steps, of all ranks of ep x etp x edp x replicas."""
     totals = torch.tensor(hot.totals, device=run.mesh.device)
     over = run.mesh.expert_data
@@ -111,11 +125,30 @@ def _by_load(run: Run, module: nn.Module, hot: HotExperts) -> tuple[int, ...]:
             dist.all_reduce(totals, group=over.get_group(axis))
     policy, placement = run.strategy.experts, hot.placement
     share = -(-placement.experts // placement.ranks)
-    most = share + policy.spare if policy.spare and not isinstance(module, FSDPModule) else None
+    most = share + policy.spare if policy.spare and not even and not isinstance(module, FSDPModule) else None
     return choose_owners(placement.owners, totals.tolist(), hot.nodes, ranks=placement.ranks, most=most)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
+
+
+def _asked(run: Run, owners: Mapping[str, Sequence[int]] | None) -> Tables | None:
+    """The tables that were given, on every rank the same; None for by load. Raises: PlanError, on every rank, where not."""
+    given = gathered(
+        run.mesh,
+        lambda: None if owners is None else {name: tuple(map(int, table)) for name, table in owners.items()},
+    )
+    for rank, tables in zip(run.mesh.ranks, given, strict=True):
+        if tables != given[0]:
+            raise PlanError(
+                f"move_experts: rank {rank} asks for owners={_shown(tables)}, and rank {run.mesh.ranks[0]} for "
+                f"{_shown(given[0])}. Give the same on every rank."
+            )
+    return given[0]
+
+
+def _shown(tables: Tables | None) -> str:
+    return "None" if tables is None else str(tables)
 
 
 def _ready(run: Run, optimizer: HoldsState | None) -> str:
@@ -124,9 +157,19 @@ def _ready(run: Run, optimizer: HoldsState | None) -> str:
         return "the run's ExpertPolicy has owners='fixed'. Make the run with ExpertPolicy(owners='load')."
     if optimizer is not None:
         finish_update(optimizer)
+        if attribute := keeps_elsewhere(optimizer):
+            return (
+                f"a {type(optimizer).__name__} keeps tensors or an optimizer in its attribute {attribute!r}, which would not "
+                "move along. Use an optimizer with all of its state in `state`, as mk.adamw has, or ExpertPolicy(copies=)."
+            )
     names = {f"{layer}." for layer in _layers(run)}
     for name, param in run.named_parameters():
         if name.startswith(tuple(names)):
+            if run.hooks.gradient.get(name) or run.hooks.accumulated.get(name):
+                return (
+                    f"{name!r} has a hook, which gets all experts in the order of the single-device model. Remove the hook, "
+                    "or leave the experts where they are: ExpertPolicy(copies=) shares their tokens."
+                )
             if gradient_of(param) is not None:
                 return f"{name!r} has a gradient, which does not move. Call optimizer.step() and zero_grad() before."
             for key, value in ({} if optimizer is None else optimizer.state.get(param, {})).items():
@@ -146,8 +189,9 @@ def _laid_out_as(value: Tensor, param: Tensor) -> bool:
 
 
 def _refuse(
-    why: str, layers: Mapping[str, tuple[nn.Module, HotExperts]], wanted: Mapping[str, Sequence[int]], run: Run
-) -> None:
+    why: str, layers: Mapping[str, tuple[nn.Module, HotExperts]], wanted: Tables, run: Run, even: str
+) -> Tables:
+    """The tables, if they can be. even: what of the optimizer needs as many experts on each rank as now; else empty."""
     if why:
         raise PlanError(f"move_experts: {why}")
     for name, owners in wanted.items():
@@ -161,16 +205,22 @@ def _refuse(
         table = Placement(hot.placement.ranks, tuple(owners), ((),) * len(owners))
         if table.experts != hot.inner.experts:
             raise PlanError(f"move_experts: {name!r} has {hot.inner.experts} experts, not {table.experts}.")
-        sizes, even = [len(owned) for owned in table.owned], _home_sizes(hot)
+        sizes, home = [len(owned) for owned in table.owned], _home_sizes(hot)
         if not all(sizes):
             raise PlanError(
                 f"move_experts: {name!r} would leave rank {sizes.index(0)} of ep without an expert.\n{table}"
             )
-        if isinstance(module, FSDPModule) and sizes != even:
+        if isinstance(module, FSDPModule) and sizes != home:
             raise PlanError(
-                f"move_experts: {name!r} is sharded by FSDP, whose shards are of {even} experts, but the table has {sizes}. "
+                f"move_experts: {name!r} is sharded by FSDP, whose shards are of {home} experts, but the table has {sizes}. "
                 "Exchange experts one for one, or use a mesh with edp=1, no replicas and no Precision."
             )
+        if even and sizes != home:
+            raise PlanError(
+                f"move_experts: {name!r} would have {sizes} experts on the ranks of ep, and not {home}, for which {even} was "
+                "made. Exchange experts one for one, with ExpertPolicy(spare=0), or use mk.adamw on the device."
+            )
+    return wanted
 
 
 def _home_sizes(hot: HotExperts) -> list[int]:
@@ -180,58 +230,58 @@ def _home_sizes(hot: HotExperts) -> list[int]:
 # -------------------------------------------------------------------------------------------------------- moving
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """A parameter of stacked experts, or what the optimizer has of one; and which experts lie in this rank's shard of it, in
+    order, before and after."""
+
+    tensor: Tensor
+    old: Sequence[int]
+    new: Sequence[int]
+
+    @property
+    def region(self) -> Region:
+        """Of each expert, this rank's part."""
+        return tuple((part.start, part.stop) for part in local_slices(self.tensor)[1:])
+
+    def held(self, name: str, experts: Sequence[int]) -> Held:
+        kind = tuple(self.tensor.shape[1:]), local_tensor(self.tensor).dtype, self.region
+        return {f"{name}#{expert}": kind for expert in experts}
+
+
 def _place(run: Run, optimizer: HoldsState | None, owners: Mapping[str, tuple[int, ...]]) -> ReallocationPlan:
-    """Move, layer by layer: parameters, then what the optimizer has of them. owners: of this rank's layers or all."""
+    """Move parameters, and what the optimizer has of them. owners: of this rank's layers or all."""
+    set_displaced(run.model, "")
     run.model.state_dict()  # for its side effect: FSDP puts its shards back
-    layers, before = _layers(run), dict[str, tuple[Placement, Placement]]()
-    tensors: dict[str, Tensor] = {}
+    layers, after = _layers(run), dict[str, Placement]()
+    stacks: dict[str, _Stack] = {}
     for name, (module, hot) in layers.items():
         if name in owners and tuple(owners[name]) != hot.placement.owners:
             old = hot.placement.with_copies([()] * hot.placement.experts)
-            before[name] = old, Placement(old.ranks, tuple(owners[name]), old.copies)
+            after[name] = new = Placement(old.ranks, tuple(owners[name]), old.copies)
+            sliced = isinstance(module, FSDPModule)
             for key, param in module.named_parameters(recurse=False):
-                tensors[f"{name}.{key}"] = param
                 state = {} if optimizer is None else optimizer.state.get(param, {})
-                tensors |= {
-                    f"{name}.{key}/{kind}": v for kind, v in state.items() if isinstance(v, Tensor) and v.numel() > 1
-                }
-    sources, targets, locals_after = dict[str, Tensor](), dict[str, Tensor](), dict[str, list[Tensor]]()
-    regions: dict[str, Region] = {}
-    now, then = Held(), Held()
-    for key, tensor in tensors.items():
-        layer = next(name for name in before if key.startswith(f"{name}."))
-        hot, (old, new) = layers[layer][1], before[layer]
-        local, region = local_tensor(tensor), tuple((part.start, part.stop) for part in local_slices(tensor)[1:])
-        sliced = isinstance(layers[layer][0], FSDPModule)
-        shape = tuple(tensor.shape[1:])
-        for place, expert in enumerate(_slots(tensor, old, hot, sliced)):
-            each = f"{key}#{expert}"
-            sources[each], now[each], regions[each] = local[place], (shape, local.dtype, region), region
-        locals_after[key] = []
-        for expert in _slots(tensor, new, hot, sliced):
-            each = f"{key}#{expert}"
-            targets[each] = torch.empty(
-                [stop - start for start, stop in region], dtype=local.dtype, device=local.device
-            )
-            locals_after[key].append(targets[each])
-            then[each], regions[each] = (shape, local.dtype, region), region
-    plan = _exchanged(run, now, then, sources, targets, regions)
-    with torch.no_grad():
-        for key, parts in locals_after.items():
-            _write(tensors[key], parts)
-    torch.autograd.graph.increment_version([*tensors.values()])
-    for name, (_, new) in before.items():
+                kinds = {f"/{kind}": v for kind, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
+                for kind, tensor in {"": param, **kinds}.items():
+                    slots = (_slots(tensor, each, hot, sliced) for each in (old, new))
+                    stacks[f"{name}.{key}{kind}"] = _Stack(tensor, *slots)
+    away = sorted(
+        name for name, (_, hot) in layers.items() if owners.get(name, hot.placement.owners) != hot.home.owners
+    )
+    plan, first_away = _move(run, stacks, away[:1])
+    torch.autograd.graph.increment_version([stack.tensor for stack in stacks.values()])
+    for name, new in after.items():
         module, hot = layers[name]
         hot.set_owners(new.owners)
         if run.later is not None:
             run.later.moved(module)
         place_near(run.model, name, new.owners, run.mesh)
-    away = [name for name, (_, hot) in layers.items() if not hot.at_home]
     set_displaced(
         run.model,
-        f"the experts of {away[0]!r} are with other owners than the single-device model's order has, by move_experts. Put "
+        f"the experts of {first_away!r} are with other owners than the single-device model's order has, by move_experts. Put "
         "`with mk.moving.experts_at_home(run, optimizer):` around it."
-        if away
+        if first_away
         else "",
     )
     return plan
@@ -246,6 +296,49 @@ def _slots(tensor: Tensor, placement: Placement, hot: HotExperts, sliced: bool) 
     return [expert for owned in placement.owned for expert in owned][rows]
 
 
+def _move(run: Run, stacks: Mapping[str, _Stack], away: list[str]) -> tuple[ReallocationPlan, str]:
+    """Give experts to their new owners, about `DEFAULT_BUCKET_BYTES` of a rank at a time, or a single stack.
+
+    away: this rank's modules whose experts are not at home afterwards. Returns what was sent, and one of those, the same on
+    every rank: stages of pp have others.
+    """
+    now, then = Held(), Held()
+    for name, stack in stacks.items():
+        now |= stack.held(name, stack.old)
+        then |= stack.held(name, stack.new)
+    told = gathered(run.mesh, lambda: (now, then, away))
+    src = _layout([before for before, _, _ in told], run.mesh.ranks)
+    dst = _layout([after for _, after, _ in told], run.mesh.ranks)
+    plans = [
+        _exchange(run, _part(src, keys), _part(dst, keys), {name: stacks[name] for name in names if name in stacks})
+        for names, keys in _batches(dst, DEFAULT_BUCKET_BYTES)
+    ]
+    plan = ReallocationPlan(
+        rounds=tuple(transfers for plan in plans for transfers in plan.rounds),
+        copies=tuple(copy for plan in plans for copy in plan.copies),
+        lower_bound_bytes=sum(plan.lower_bound_bytes for plan in plans),
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        ranks_per_node=ranks_per_node(),
+    )
+    return plan, min((name for *_, names in told for name in names), default="")
+
+
+def _exchange(run: Run, src: Layout, dst: Layout, stacks: Mapping[str, _Stack]) -> ReallocationPlan:
+    """stacks: those of this rank among the tensors of the layouts."""
+    plan = plan_reallocation(src, dst, exact=True, bucket_bytes=DEFAULT_BUCKET_BYTES, ranks_per_node=ranks_per_node())
+    sources, targets, regions = dict[str, Tensor](), dict[str, Tensor](), dict[str, Region]()
+    for name, stack in stacks.items():
+        local, sizes = local_tensor(stack.tensor), [stop - start for start, stop in stack.region]
+        sources |= {f"{name}#{expert}": local[place] for place, expert in enumerate(stack.old)}
+        targets |= {f"{name}#{expert}": local.new_empty(sizes) for expert in stack.new}
+        regions |= {f"{name}#{expert}": stack.region for expert in (*stack.old, *stack.new)}
+    Exchange(plan, run.mesh.group, run.mesh.device)(Shards(sources, regions), Shards(targets, regions))
+    with torch.no_grad():
+        for name, stack in stacks.items():
+            _write(stack.tensor, [targets[f"{name}#{expert}"] for expert in stack.new])
+    return plan
+
+
 def _write(tensor: Tensor, parts: Sequence[Tensor]) -> None:
     local = local_tensor(tensor)
     if len(parts) == len(local):
@@ -256,22 +349,6 @@ def _write(tensor: Tensor, parts: Sequence[Tensor]) -> None:
         _torch.set_local(tensor, torch.stack(list(parts)))
 
 
-def _exchanged(
-    run: Run,
-    now: Held,
-    then: Held,
-    sources: dict[str, Tensor],
-    targets: dict[str, Tensor],
-    regions: dict[str, Region],
-) -> ReallocationPlan:
-    told = gathered(run.mesh, lambda: (now, then))
-    src, dst = (_layout([each[side] for each in told], run.mesh.ranks) for side in (0, 1))
-    per_node = ranks_per_node()
-    plan = plan_reallocation(src, dst, exact=True, bucket_bytes=DEFAULT_BUCKET_BYTES, ranks_per_node=per_node)
-    Exchange(plan, run.mesh.group, run.mesh.device)(Shards(sources, regions), Shards(targets, regions))
-    return plan
-
-
 def _layout(of_ranks: Sequence[Held], ranks: tuple[int, ...]) -> Layout:
     tensors: dict[str, TensorRegions] = {}
     for rank, held in zip(ranks, of_ranks, strict=True):
@@ -279,3 +356,27 @@ def _layout(of_ranks: Sequence[Held], ranks: tuple[int, ...]) -> Layout:
             known = tensors.get(key)
             tensors[key] = TensorRegions(shape, dtype, {**(known.regions if known else {}), rank: region})
     return Layout(tensors, ranks)
+
+
+def _part(layout: Layout, keys: Sequence[str]) -> Layout:
+    return Layout({key: layout.tensors[key] for key in keys}, layout.ranks)
+
+
+def _batches(layout: Layout, most_bytes: int) -> Iterator[tuple[list[str], list[str]]]:
+    """(names of stacks, keys of their experts) in order; those of a batch have at most so many bytes on any rank, but where a
+    single stack has more."""
+    stacks: dict[str, list[str]] = {}
+    for key in layout.tensors:
+        stacks.setdefault(key.rpartition("#")[0], []).append(key)
+    names, keys, batch_bytes = list[str](), list[str](), 0
+    for name, of_stack in stacks.items():
+        of_ranks = Counter[int]()
+        for each in (layout.tensors[key] for key in of_stack):
+            of_ranks.update({rank: volume(region) * each.dtype.itemsize for rank, region in each.regions.items()})
+        most = max(of_ranks.values(), default=0)
+        if names and batch_bytes + most > most_bytes:
+            yield names, keys
+            names, keys, batch_bytes = [], [], 0
+        names, keys, batch_bytes = [*names, name], [*keys, *of_stack], batch_bytes + most
+    if names:
+        yield names, keys

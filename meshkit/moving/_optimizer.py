@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from meshkit.core import _torch
 from meshkit.core.optimizer_state import (
     IMPLEMENTATION,
+    HoldsState,
     ParameterFacts,
     Target,
     optimizer_state,
@@ -24,7 +26,7 @@ from meshkit.errors import PlanError
 from meshkit.moving._agree import gathered
 from meshkit.moving._changed import holds
 from meshkit.moving._tensors import Held, move_tensors
-from meshkit.optim import LowBitAdamW, OffloadedAdamW, ShardedAdamW, adamw_over
+from meshkit.optim import LowBitAdamW, Muon, OffloadedAdamW, ShardedAdamW, WholeMatrices, adamw_over
 from meshkit.optim.host_offload import narrow
 from meshkit.step import Run
 
@@ -49,12 +51,37 @@ def refuse_optimizer(optimizer: Any) -> str:
         return f"a {kind} is a subclass of one of meshkit's optimizers, and would become one of those. {_BY_CHECKPOINT}"
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         return f"a {kind} has state that is of no parameter, which a move would lose. {_BY_CHECKPOINT}"
-    for attribute, value in vars(optimizer).items():
-        if attribute not in ("param_groups", "state", "defaults") and holds(value, _is_tensor_or_optimizer):
-            return (
-                f"a {kind} keeps tensors or an optimizer in its attribute {attribute!r}, which no move can know. "
-                f"{_BY_CHECKPOINT}"
-            )
+    if attribute := _holder(optimizer, _is_tensor_or_optimizer):
+        held = f"keeps tensors or an optimizer in its attribute {attribute!r}, which no move can know"
+        return f"a {kind} {held}. {_BY_CHECKPOINT}"
+    return ""
+
+
+def _holder(optimizer: Optimizer, wanted: Callable[[Any], bool]) -> str:
+    """The attribute in which an optimizer keeps such a value beside its state; empty if there is none."""
+    attributes = (each for each in vars(optimizer).items() if each[0] not in ("param_groups", "state", "defaults"))
+    return next((attribute for attribute, value in attributes if holds(value, wanted)), "")
+
+
+def keeps_elsewhere(optimizer: HoldsState) -> str:
+    """The attribute in which an optimizer that is none of meshkit's keeps another one, or tensors that are neither its state
+    nor its parameters nor a number; empty if there is none."""
+    if isinstance(optimizer, (*OURS, Muon)) or not isinstance(optimizer, Optimizer):
+        return ""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return _holder(optimizer, lambda value: _is_tensor_or_optimizer(value) and not _is_harmless(value, params))
+
+
+def _is_harmless(value: Tensor | Optimizer, params: set[int]) -> bool:
+    return isinstance(value, Tensor) and (id(value) in params or value.numel() <= 1)
+
+
+def wants_even(optimizer: HoldsState | None) -> str:
+    """What of an optimizer is made for as many rows of each parameter as there were then; empty if nothing is."""
+    if isinstance(optimizer, OffloadedAdamW):
+        return "the memory on the host of OffloadedAdamW"
+    if holds(getattr(optimizer, "__dict__", {}), lambda value: isinstance(value, WholeMatrices)):
+        return f"the WholeMatrices of {type(optimizer).__name__}"
     return ""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +15,28 @@ import torch
 import meshkit as mk
 from meshkit.checkpoint import Checkpointer
 from meshkit.core.model_state import model_tensors
+from meshkit.core.reshard import Exchange
 from meshkit.core.sharding import full_tensor
 from meshkit.errors import PlanError
+from meshkit.mesh import replica_mesh
 from meshkit.moving import experts_at_home, move_experts
-from meshkit.parallel.expert import Placement, placements_of
+from meshkit.optim.outer import DiLoCo, OuterOptimizer
+from meshkit.parallel.expert import Placement, hot_experts_of, placements_of
 from meshkit.strategy import ExpertPolicy
 from tests.compare_shards import computed_once, difference
 from tests.depth import thin
-from tests.laws.parity.cases import ADAM, Cell, Moe, batches, own_rows, reference, start
+from tests.laws.parity.cases import (
+    ADAM,
+    Cell,
+    Moe,
+    batches,
+    build,
+    mesh_for,
+    own_rows,
+    plan_of,
+    reference,
+    start,
+)
 from tests.world import RankError, pool, run_ranks
 
 TOL_FP64 = 1e-10  # only the order of sums differs
@@ -196,3 +212,204 @@ def test_what_cannot_move_is_refused_on_every_rank(
 ) -> None:
     with pytest.raises(RankError, match=re.escape(text)):
         run_ranks(4 if "4" in mesh else 2, refused, policy, Cell(mesh=mesh, moe=SKEWED), owners, gradients)
+
+
+TABLE, UNEVEN = (1, 1, 0, 1, 0, 0, 0, 1), (1, 1, 1, 1, 1, 1, 1, 0)
+
+
+def asked_otherwise(of_rank: list[dict[str, tuple[int, ...]] | None]) -> None:
+    run = start(Cell(mesh="dp_shard=2 ep=2", moe=SKEWED), experts=ExpertPolicy(owners="load"))
+    move_experts(run, None, of_rank[run.mesh.rank])
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            {LAYERS[0]: (0, 1) * 4},
+            "rank 1 asks for owners={'layers.1.mlp.experts': (0, 1, 0, 1, 0, 1, 0, 1)}, and rank 0 for {",
+        ),
+        (
+            {},
+            "rank 1 asks for owners={}, and rank 0 for {'layers.1.mlp.experts': (1, 1, 0, 1, 0, 0, 0, 1)}. Give the same",
+        ),
+        (None, "rank 1 asks for owners=None, and rank 0 for {"),
+    ],
+)
+def test_ranks_that_ask_for_other_owners_are_refused(other: dict[str, tuple[int, ...]] | None, text: str) -> None:
+    with pytest.raises(RankError, match=re.escape(text)):
+        run_ranks(2, asked_otherwise, [{LAYERS[0]: TABLE}, other])
+
+
+def owners_on_other_nodes() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(nodes of this rank's ep, owners that were chosen by load): hosts have three ranks, and ep four."""
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    run = start(Cell(mesh="dp_shard=8 ep=4", moe=SKEWED), experts=ExpertPolicy(owners="load"))
+    hot = hot_experts_of(run.model.get_submodule(LAYERS[0]))
+    assert hot is not None
+    hot.note([30, 4, 52, 53, 57, 52, 27, 13])
+    move_experts(run, None)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    return hot.nodes, hot.placement.owners
+
+
+def test_replicas_on_other_nodes_choose_the_same_owners() -> None:
+    found = pool(8).run(owners_on_other_nodes)
+    assert len({tuple(node == nodes[0] for node in nodes) for nodes, _ in found}) > 1
+    assert len({owners for _, owners in found}) == 1
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps means of its parameters beside its state."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.means = [param.detach().clone() for param in params]
+
+
+def refused_with(what: str, owners: tuple[int, ...]) -> None:
+    cell = Cell(mesh="dp_shard=2 ep=2", moe=SKEWED, dtype="float32")
+    model, policy = build(cell), ExpertPolicy(owners="load", spare=3)
+    if what == "hook":
+        model.get_parameter(f"{LAYERS[0]}.down_proj").register_hook(lambda grad: grad)
+    offload = mk.strategy.OptimizerPolicy(offload=mk.strategy.OptimizerOffload())
+    memory = mk.MemoryPolicy(optimizer=offload) if what == "offload" else None
+    run = mk.parallelize(model, mesh_for(cell.mesh), plan=plan_of(cell), experts=policy, memory=memory)
+    optimizer = {"muon": lambda: mk.muon(run, lr=0.1), "means": lambda: Averaging(list(run.parameters()))}.get(
+        what, lambda: mk.adamw(run, lr=0.1)
+    )()
+    move_experts(run, optimizer, {LAYERS[0]: owners})
+
+
+@pytest.mark.parametrize(
+    ("what", "owners", "text"),
+    [
+        (
+            "hook",
+            TABLE,
+            "'layers.1.mlp.experts.down_proj' has a hook, which gets all experts in the order of the",
+        ),
+        (
+            "means",
+            TABLE,
+            "a Averaging keeps tensors or an optimizer in its attribute 'means', which would not",
+        ),
+        (
+            "muon",
+            UNEVEN,
+            "would have [1, 7] experts on the ranks of ep, and not [4, 4], for which the WholeMatrices of",
+        ),
+        (
+            "offload",
+            UNEVEN,
+            "and not [4, 4], for which the memory on the host of OffloadedAdamW was made. Exchange",
+        ),
+    ],
+)
+def test_what_would_not_move_along_is_refused(what: str, owners: tuple[int, ...], text: str) -> None:
+    with pytest.raises(RankError, match=re.escape(text)):
+        run_ranks(2, refused_with, what, owners)
+
+
+def read_elsewhere() -> tuple[str, str]:
+    """What is said of reading a run whose last layer alone has moved, which one of two stages has."""
+    run = start(Cell(mesh="pp=2 dp_shard=2 ep=2", moe=SKEWED, layers=4), experts=ExpertPolicy(owners="load"))
+    move_experts(run, None, {"layers.3.mlp.experts": TABLE})
+    said = []
+    for read in (lambda: model_tensors(run.model), run.model.state_dict):
+        try:
+            read()
+            said.append("read")
+        except PlanError as error:
+            said.append(str(error))
+    with experts_at_home(run, None):
+        run.model.state_dict()
+    return said[0], said[1]
+
+
+def test_every_stage_refuses_what_one_would() -> None:
+    """Reading is often a collective: the others would wait."""
+    for said in pool(4).run(read_elsewhere):
+        assert all(each.startswith("the experts of 'layers.3.mlp.experts' are with other owners") for each in said), (
+            said
+        )
+
+
+def copies_that_are_expected() -> list[int]:
+    policy = ExpertPolicy(owners="load", copies=1, expected=(90, 80, 1, 1, 1, 1, 1, 1))
+    run = start(Cell(mesh="dp_shard=2 ep=2", moe=SKEWED), experts=policy)
+    made = []
+    for table in (None, {LAYERS[0]: TABLE}):
+        if table is not None:
+            move_experts(run, None, table)
+        made.append((placements_of(run.model) or {})[LAYERS[0]].copies_made)
+    return made
+
+
+def test_a_load_that_is_expected_is_not_forgotten_by_a_move() -> None:
+    for before, after in pool(2).run(copies_that_are_expected):
+        assert before and after
+
+
+def met(moved: bool) -> tuple[str, list[torch.Tensor]]:
+    """(what a meeting of replicas whose experts are away says, parameters after meetings at home)."""
+    mesh, cell = mk.init_mesh("dp_replicate=2 dp_shard=2 ep=2"), Cell(mesh="dp_shard=2 ep=2", moe=SKEWED)
+    run = mk.parallelize(
+        build(cell), replica_mesh(mesh), plan=plan_of(cell), experts=ExpertPolicy(owners="load", spare=3)
+    )
+    inner = mk.adamw(run, **ADAM)
+    outer, said = OuterOptimizer(run, inner, mesh, DiLoCo(every=1)), ""
+    for number, batch in enumerate(batches(cell)):
+        run.forward_backward({name: rows[number + 1 :] for name, rows in own_rows(batch, mesh).items()})
+        inner.step()
+        inner.zero_grad()
+        if moved:  # each replica otherwise
+            table = UNEVEN if mesh["dp_replicate"].get_local_rank() else TABLE
+            move_experts(run, outer, {LAYERS[0]: table[number:] + table[:number]})
+            with pytest.raises(PlanError) as refusal:
+                outer.step()
+            said = str(refusal.value)
+        with experts_at_home(run, outer):
+            outer.step()
+    with experts_at_home(run, outer):
+        return said, [whole(param) for param in run.parameters()]
+
+
+def test_replicas_that_step_alone_meet_with_experts_at_home() -> None:
+    plain, moved = (pool(4).run(met, each) for each in (False, True))
+    for (_, expected), (said, found) in zip(plain, moved, strict=True):
+        assert said.startswith("the experts of 'layers.1.mlp.experts' are with other owners")
+        assert all(float((a - b).abs().max()) <= TOL_FP64 for a, b in zip(expected, found, strict=True))
+
+
+def moved_in_parts() -> tuple[list[int], float]:
+    """(experts that this rank got in each exchange, the largest change after they have come home)."""
+    run = start(Cell(mesh="dp_shard=2 ep=2", moe=SKEWED), experts=ExpertPolicy(owners="load", spare=3))
+    optimizer = mk.adamw(run, **ADAM)
+    run.forward_backward(own_rows(batches(Cell(mesh=""))[0], run.mesh))
+    optimizer.step()
+    optimizer.zero_grad()
+    held = [tensor for param in run.parameters() for tensor in (param, *optimizer.state[param].values())]
+    before, got = [whole(tensor) for tensor in held], list[int]()
+
+    def exchange(plan: Any, *args: Any) -> Any:
+        def noting(src: Any, dst: Any) -> None:
+            got.append(len(dst.local))
+            Exchange(plan, *args)(src, dst)
+
+        return noting
+
+    with (
+        mock.patch("meshkit.moving._experts.DEFAULT_BUCKET_BYTES", 20_000),  # a stack is larger on one rank
+        mock.patch("meshkit.moving._experts.Exchange", exchange),
+    ):
+        move_experts(run, optimizer, {LAYERS[0]: UNEVEN})
+    with experts_at_home(run, optimizer):
+        changes = [float((whole(after) - was).abs().max()) for after, was in zip(held, before, strict=True)]
+    return got, max(changes)
+
+
+def test_a_move_takes_the_memory_of_one_stack() -> None:
+    for rank, (got, change) in enumerate(pool(2).run(moved_in_parts)):
+        assert got == [UNEVEN.count(rank)] * 9  # gate, up and down, each with two moments
+        assert change == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshkit.core.arguments import require
-from meshkit.core.model_state import model_tensors
+from meshkit.core.model_state import model_tensors, refuse_displaced
 from meshkit.core.optimizer_state import finish_update
 from meshkit.core.sharding import local_tensor
 from meshkit.errors import MeetingError, PlanError
@@ -72,7 +72,8 @@ class OuterOptimizer:
     Wire: once a digest of each rank's values over the mesh. For each fragment on dp_replicate an all-to-all of the replicas'
     changes and an all-gather of their mean (`period_traffic`); over the replica's mesh an all-reduce of a few numbers, in
     which its ranks learn whether the mean is finite.
-    Raises: PlanError for a run on another mesh, and for replicas that begin with different values; on all ranks,
+    Raises: PlanError for a run on another mesh, for replicas that begin with different values, and for a meeting while
+    `move_experts` has experts elsewhere, see `experts_at_home`; on all ranks,
     AgreementError for replicas with other policies or after other numbers of steps, StepError for a mean that is not finite,
     which names the replica. At a meeting place MeetingError where this replica cannot meet the others any more; its values
     are then those after its last step.
@@ -196,6 +197,8 @@ class OuterOptimizer:
         """Count a step of this replica, and send, receive or meet where the policy does after it."""
         if self.run.mesh is not self._run_mesh:
             raise PlanError("OuterOptimizer.step: the run has moved to another mesh. Save, and resume on the new one.")
+        if self._flight is not None or self._step + 1 == self._next:
+            refuse_displaced(self.run.model)  # here, where nothing is counted yet
         self._step += 1
         self._looked = self._looked or self._whole.refuse_parts()
         if self.policy.weights == "tokens":
@@ -382,7 +385,10 @@ class OuterOptimizer:
         torch.autograd.graph.increment_version([entry.param for entry in entries])
 
     def _shards_back(self) -> None:
-        """An optimizer offloaded to the host may still be writing, and an evaluation leaves parameters gathered."""
+        """An optimizer offloaded to the host may still be writing, and an evaluation leaves parameters gathered.
+
+        Replicas meet slice by slice: an expert must lie in the same one on all of them."""
+        refuse_displaced(self.run.model)
         finish_update(self.inner)
         after_inference(self.run.model)
 
