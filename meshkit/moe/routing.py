@@ -33,7 +33,8 @@ def least_capacity(x_NC: Tensor, weight_EC: Tensor, experts_NK: Tensor) -> Tenso
 
     Of tokens in random directions of C dims about a share of exp(-C d^2 / (2 - d^2)) lies as close to a vector: so many must
     be looked at, by E experts together, for one that is as much an expert's own. It ends at as many as there are pairs.
-    Source: Li et al. 2024 (LocMoE), the minimum capacity from the largest angular deviation.
+    Source: Li et al. 2024 (LocMoE), theorem 1, the last form of its bound. Its d is a threshold, the cosine from which on a
+    token is taken to be the expert's: where a token reaches it, this capacity is at least that one.
     """
     wide = torch.promote_types(x_NC.dtype, torch.float32)
     experts = len(weight_EC)
