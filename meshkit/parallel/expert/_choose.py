@@ -45,7 +45,10 @@ def _rows(placement: Placement, totals: Sequence[int]) -> list[dict[int, int]]:
     rows: list[dict[int, int]] = [{} for _ in range(placement.ranks)]
     split = level(placement, totals)
     for expert, holders in enumerate(placement.holders):
-        for holder, share in zip(holders, split.get(expert, [totals[expert]]), strict=True):
+        if len(holders) == 1:
+            rows[holders[0]][expert] = totals[expert]
+            continue
+        for holder, share in zip(holders, split[expert], strict=True):
             rows[holder][expert] = share
     return rows
 

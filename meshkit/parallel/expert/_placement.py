@@ -33,6 +33,8 @@ class Placement:
                 "its ranks, an empty tuple for none."
             )
         for expert, (owner, copies) in enumerate(zip(self.owners, self.copies, strict=True)):
+            if not copies and 0 <= owner < self.ranks:
+                continue  # nearly all: copies are chosen one by one, each time by a table of all experts
             wrong = [rank for rank in (owner, *copies) if not 0 <= rank < self.ranks]
             if wrong or owner in copies or list(copies) != sorted(set(copies)):
                 raise PlanError(
@@ -72,7 +74,8 @@ class Placement:
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """For each expert the ranks that compute it, ascending."""
-        return tuple(tuple(sorted((owner, *c))) for owner, c in zip(self.owners, self.copies, strict=True))
+        both = zip(self.owners, self.copies, strict=True)
+        return tuple(tuple(sorted((owner, *copies))) if copies else (owner,) for owner, copies in both)
 
     @cached_property
     def in_order(self) -> bool:
