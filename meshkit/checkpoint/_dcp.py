@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from meshkit.checkpoint._agree import on_each_rank, shared_out
 from meshkit.checkpoint._values import dtype_of
 from meshkit.core import _torch
-from meshkit.core.digests import RunningDigest
+from meshkit.core.digests import FAST, RunningDigest
 from meshkit.core.full_disk import no_space
 from meshkit.errors import CheckpointError, MeshkitError
 from meshkit.mesh import HostRanks
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Checksum:
-    """Size and digest of a file as written, such as `sha256:...`."""
+    """Size and digest of a file as written, such as `xxh3:...`."""
 
     bytes: int
     digest: str
@@ -320,7 +320,7 @@ class _ChecksumStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.digest = RunningDigest()
+        self.digest = RunningDigest(FAST)
         self.failed: OSError | None = None
 
     def write(self, data: bytes) -> int:

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.checkpoint._dcp import Checksum
-from meshkit.core.digests import digest_bytes, digest_file, digest_json, shown
+from meshkit.core.digests import FAST, digest_bytes, digest_file, digest_json, shown
 from meshkit.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
+SHA256 = 2  # digests of files are SHA-256: read, and not written any more
 PICKLED = 1  # CRC-32 of files, .metadata and state.pt: read, and not written any more
 MANIFEST = "manifest.json"
 INCOMPLETE = ".incomplete-"
@@ -134,19 +135,19 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body: dict[str, Any] = json.loads(path.read_bytes())
         # Before the digest: a later format may compute it otherwise, and is not damaged.
-        if (format_ := body.get("format")) not in (FORMAT, PICKLED):
+        if (format_ := body.get("format")) not in (FORMAT, SHA256, PICKLED):
             raise CheckpointError(
-                f"{path} has format {format_}, but this version of meshkit reads the formats {PICKLED} and {FORMAT}. Read it "
+                f"{path} has format {format_}, but this version of meshkit reads the formats {PICKLED} to {FORMAT}. Read it "
                 "with the version that wrote it."
             )
-        written = body.pop("digest" if format_ == FORMAT else "crc32")
+        written = body.pop("crc32" if format_ == PICKLED else "digest")
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was changed after it was complete.") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-    if (digest_json(body) if format_ == FORMAT else _body_crc32(body)) != written:
+    if (_body_crc32(body) if format_ == PICKLED else digest_json(body)) != written:
         raise CheckpointError(f"{path} is damaged: its content does not match its digest.")
     if format_ == PICKLED:
         for file in body["files"].values():
@@ -181,7 +182,7 @@ def check_file(path: Path, file: File) -> None:
 
 
 def checksum_file(path: Path) -> Checksum:
-    return Checksum(bytes=path.stat().st_size, digest=digest_file(path))
+    return Checksum(bytes=path.stat().st_size, digest=digest_file(path, FAST))
 
 
 def share_files(files: dict[str, File], ranks: int) -> list[list[str]]:
@@ -202,7 +203,7 @@ def write_file(path: Path, data: bytes) -> Checksum:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return Checksum(bytes=len(data), digest=digest_bytes(data))
+    return Checksum(bytes=len(data), digest=digest_bytes(data, FAST))
 
 
 def _sync_folder(folder: Path) -> None:

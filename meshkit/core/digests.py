@@ -1,4 +1,6 @@
-"""Digests of files (SHA-256): of one, and of those of a folder in a manifest beside them, looked at before they are read."""
+"""Digests of files (SHA-256, XXH3): of one, and of those of a folder in a manifest beside them, looked at before they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from meshkit.errors import MeshkitError
 
@@ -26,39 +30,57 @@ _SETTLED_S = 2.0
 _SEEN: set[tuple[str, int, int, int, str]] = set()
 
 
-class RunningDigest:
-    """The digest of bytes that come in pieces, and how many came."""
+FAST = "xxh3"
+"""the kind for files that are large, and read by who wrote them: it shows damage at the speed of memory, and no intent"""
 
+
+class _Crc32:
     def __init__(self) -> None:
-        self._sha256, self.bytes = hashlib.sha256(), 0
+        self._value = 0
 
     def update(self, data: Any) -> None:
-        self._sha256.update(data)
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+_KINDS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, FAST: xxhash.xxh3_128, "crc32": _Crc32}
+
+
+class RunningDigest:
+    """The digest of bytes that come in pieces, and how many came.
+
+    kind: "sha256", "xxh3" of 128 bits, or "crc32", of older manifests. Raises: KeyError for another.
+    """
+
+    def __init__(self, kind: str = "sha256") -> None:
+        self._kind, self._sum, self.bytes = kind, _KINDS[kind](), 0
+
+    def update(self, data: Any) -> None:
+        self._sum.update(data)
         # Not len(data), which counts elements where an array of another item size is handed over.
         self.bytes += memoryview(data).nbytes
 
     @property
     def text(self) -> str:
-        """`sha256:` and 64 hexadecimal digits."""
-        return f"sha256:{self._sha256.hexdigest()}"
+        """Its kind, a colon, and hexadecimal digits: 64 of SHA-256."""
+        return f"{self._kind}:{self._sum.hexdigest()}"
 
 
-def digest_bytes(data: bytes) -> str:
-    running = RunningDigest()
+def digest_bytes(data: bytes, kind: str = "sha256") -> str:
+    running = RunningDigest(kind)
     running.update(data)
     return running.text
 
 
 def digest_file(path: Path, kind: str = "sha256") -> str:
-    """kind: also crc32, of older manifests."""
-    running, crc32 = RunningDigest(), 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            if kind == "crc32":
-                crc32 = zlib.crc32(chunk, crc32)
-            else:
-                running.update(chunk)
-    return f"crc32:{crc32:08x}" if kind == "crc32" else running.text
+    """Raises: KeyError for a kind that there is not."""
+    running, chunk = RunningDigest(kind), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            running.update(chunk[:count])
+    return running.text
 
 
 def digest_json(value: Any) -> str:

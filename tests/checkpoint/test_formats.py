@@ -1,7 +1,8 @@
-"""Formats: values without pickles, checkpoints of format 1, and folders of DCP that another program wrote."""
+"""Formats: values without pickles, checkpoints of formats 1 and 2, and folders of DCP that another program wrote."""
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from collections import OrderedDict
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshkit.checkpoint import Checkpointer, load_dcp
 from meshkit.checkpoint._values import decode, encode
+from meshkit.core.digests import digest_file, digest_json
 from meshkit.core.sharding import full_tensor
 from tests.checkpoint.training import build, refusal
 from tests.world import pool
@@ -82,7 +85,7 @@ def load_old(folder: str) -> tuple[bool, dict[str, Any], dict[str, Any], str, li
         return equal, *states, refusal(lambda: checkpointer.load(training.run, None, step=2)), checkpointer.steps()
 
 
-def test_a_checkpoint_of_format_1_is_read_bit_for_bit_and_the_next_is_of_format_2(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_is_read_bit_for_bit_and_the_next_is_of_format_3(tmp_path: Path) -> None:
     # Written by meshkit of format 1, on two ranks, with the values that they had: see SHAPE.
     with tarfile.open(Path(__file__).with_name("format_1.tar.xz")) as files:
         files.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # since 3.11.4
@@ -95,8 +98,43 @@ def test_a_checkpoint_of_format_1_is_read_bit_for_bit_and_the_next_is_of_format_
     assert re.search(r"state\.pt has 2 bytes, but \d+ were written", damaged)
     assert steps == [2, 3]
     new = tmp_path / "step-00000003"
-    assert '"format": 2' in (new / "manifest.json").read_text()
+    assert '"format": 3' in (new / "manifest.json").read_text()
     assert {"index.json", "state.json", "state.safetensors"} <= {path.name for path in new.iterdir()}
+
+
+def load_as_format_2(folder: str) -> tuple[bool, str]:
+    """A step whose manifest has the digests that format 2 had."""
+    training = build("dp_shard=2", seed=1, **SHAPE)
+    with Checkpointer(folder, asynchronous=False) as checkpointer:
+        checkpointer.save(1, training.run, training.optimizer)
+        before = training.whole_state()
+        if dist.get_rank() == 0:
+            step = Path(folder) / "step-00000001"
+            body = json.loads((step / "manifest.json").read_text())
+            assert {each["digest"].partition(":")[0] for each in body["files"].values()} == {"xxh3"}
+            for name, each in body["files"].items():
+                each["digest"] = digest_file(step / name)
+            del body["digest"]
+            body["format"] = 2
+            (step / "manifest.json").write_text(json.dumps({**body, "digest": digest_json(body)}))
+        dist.barrier()
+        training.train(1)
+        checkpointer.load(training.run, training.optimizer)
+        after = training.whole_state()
+        if dist.get_rank() == 0:
+            path = next(step.glob("*.distcp"))
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+        told = refusal(lambda: checkpointer.load(training.run, None))
+        return all(torch.equal(before[name], after[name]) for name in before), told
+
+
+def test_a_checkpoint_of_format_2_has_digests_of_sha256(tmp_path: Path) -> None:
+    for equal, told in pool(2).run(load_as_format_2, str(tmp_path)):
+        assert equal
+        assert "is damaged: its digest is" in told
 
 
 def foreign(folder: str) -> list[str]:
