@@ -44,6 +44,7 @@ from meshkit.data.chat.instructions import instruction_tasks as instruction_task
 from meshkit.data.chat.instructions import save_chat_tokenizer as save_chat_tokenizer
 from meshkit.data.loader import Loader as Loader
 from meshkit.data.loader import evaluation_batches as evaluation_batches
+from meshkit.data.mixture import Mixture as Mixture
 from meshkit.data.text.packing import pack_batch as pack_batch
 from meshkit.data.text.packing import pack_sample as pack_sample
 from meshkit.data.text.packing import sample_count as sample_count

@@ -50,15 +50,16 @@ class Cursor:
         return sequences_after(self.samples * self._seq_len, self._batch)
 
     def indices(self, rows: range) -> list[int]:
-        """Indices of the samples in these rows of the next global batch.
-
-        Raises: StopIteration after max_steps.
-        """
-        if self.steps == self._max_steps:
-            raise StopIteration
+        """Indices of the samples in these rows of the next global batch. Raises: as `refuse_more`."""
+        self.refuse_more()
         # Places in the endless sequence, not in an epoch: a global batch may begin in one epoch and end in the next,
         # so nothing is dropped at the end of an epoch and every step has the same size.
         return [self._sample_at(self.samples + row) for row in rows]
+
+    def refuse_more(self) -> None:
+        """Raises: StopIteration after max_steps."""
+        if self.steps == self._max_steps:
+            raise StopIteration
 
     def advance(self) -> None:
         """Move on by one global batch."""

@@ -11,6 +11,7 @@ import torch
 
 from meshkit.data._cursor import Cursor, check_rank, rank_rows
 from meshkit.data.batch_growth import GlobalBatch
+from meshkit.data.mixture import MixedCursor, Mixture
 from meshkit.data.records import Record
 from meshkit.data.text.packing import pack_batch, sample_count
 from meshkit.data.text.tokens import Tokens
@@ -25,10 +26,11 @@ class Loader:
     `global_batch` of it, on any number of data ranks, also across the end of an epoch. Of each global batch, data
     rank r of n takes the rows from B*r//n to B*(r+1)//n; with fewer rows than ranks some batches are [0, T].
     Batches: input_ids, labels and, if `documents`, position_ids, all int64 [rows, T] (see `pack_sample`).
+    tokens: a file, or a `Mixture` of several, of which each step has its share of each, in an order of their own.
     global_batch: or what says it of the tokens taken so far, as `BatchRamp` and `MeasuredBatch` do; `loader.global_batch` is
     that of the next step.
     Resume: `state_dict` is a few numbers, the same on every rank. They may be loaded with another number of data
-    ranks or another global batch: the sequence goes on where it stopped.
+    ranks or another global batch: the sequence goes on where it stopped. Weights of a mixture may be others then, too.
     vocab_size: of the model; a file that may hold larger ids is refused.
     max_steps: stop after this many steps, counted from the start of the run, also across a resume.
     Raises: DataError for sizes that make no batch, and for an id outside the vocabulary.
@@ -36,7 +38,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Mixture,
         *,
         seq_len: int,
         global_batch: GlobalBatch,
@@ -48,30 +50,37 @@ class Loader:
         max_steps: int | None = None,
     ) -> None:
         check_rank(rank, ranks)
-        if vocab_size is not None and tokens.vocab_size > vocab_size:
-            raise DataError(
-                f"{tokens.path}: holds ids up to {tokens.vocab_size - 1}, but the model has vocab_size={vocab_size}. "
-                f"Give the model at least {tokens.vocab_size}, or build the file with a smaller tokenizer."
-            )
-        self.samples_per_epoch = sample_count(tokens, seq_len)
-        self._tokens = tokens
+        self._sources = tokens.sources if isinstance(tokens, Mixture) else {"": tokens}
+        for file in self._sources.values():
+            if vocab_size is not None and file.vocab_size > vocab_size:
+                raise DataError(
+                    f"{file.path}: holds ids up to {file.vocab_size - 1}, but the model has vocab_size={vocab_size}. "
+                    f"Give the model at least {file.vocab_size}, or build the file with a smaller tokenizer."
+                )
+        per_epoch = {name: sample_count(file, seq_len) for name, file in self._sources.items()}
+        self.samples_per_epoch = sum(per_epoch.values())
         self._seq_len = seq_len
         self._documents = documents
         self._rank, self._ranks = rank, ranks
-        self._cursor = Cursor(
-            per_epoch=self.samples_per_epoch,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            seed=seed,
-            max_steps=max_steps,
-            # See ExampleLoader: neither the global batch nor the number of ranks.
-            identity={"data": tokens.fingerprint, "seq_len": seq_len, "seed": seed, "documents": documents},
+        fingerprints = {name: file.fingerprint for name, file in self._sources.items()}
+        # See ExampleLoader: neither the global batch nor the number of ranks.
+        identity: dict[str, Any] = {"seq_len": seq_len, "seed": seed, "documents": documents}
+        sizes: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "seed": seed, "max_steps": max_steps}
+        self._cursor: Cursor = (
+            MixedCursor(tokens, per_epoch=per_epoch, **sizes, identity={"data": fingerprints, **identity})
+            if isinstance(tokens, Mixture)
+            else Cursor(per_epoch=self.samples_per_epoch, **sizes, identity={"data": tokens.fingerprint, **identity})
         )
 
     @property
     def epoch(self) -> float:
         """How many times the data has been seen so far, in parts of an epoch too."""
         return self._cursor.epoch
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """The same of each source of a mixture; of one file, by the name ""."""
+        return self._cursor.epochs if isinstance(self._cursor, MixedCursor) else {"": self.epoch}
 
     @property
     def global_batch(self) -> int:
@@ -82,10 +91,25 @@ class Loader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        indices = self._cursor.indices(rank_rows(self.global_batch, self._rank, self._ranks))
-        batch = pack_batch(self._tokens, indices, seq_len=self._seq_len, documents=self._documents)
+        rows = rank_rows(self.global_batch, self._rank, self._ranks)
+        if isinstance(self._cursor, MixedCursor):
+            batch = self._mixed(self._cursor.picks(rows))
+        else:
+            batch = self._packed("", self._cursor.indices(rows))
         self._cursor.advance()  # after the batch is built: an error leaves the position as it was
         return batch
+
+    def _packed(self, source: str, indices: list[int]) -> dict[str, torch.Tensor]:
+        return pack_batch(self._sources[source], indices, seq_len=self._seq_len, documents=self._documents)
+
+    def _mixed(self, picks: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
+        """Rows of each source together, and then in the order of the picks."""
+        places: dict[str, list[int]] = {name: [] for name in self._sources}
+        for place, (name, _) in enumerate(picks):
+            places[name].append(place)
+        parts = [self._packed(name, [picks[place][1] for place in of_source]) for name, of_source in places.items()]
+        order = torch.tensor([place for of_source in places.values() for place in of_source], dtype=torch.int64)
+        return {key: torch.cat([part[key] for part in parts])[order.argsort()] for key in parts[0]}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands after the last batch: samples and steps taken, and what they were taken from."""
