@@ -59,7 +59,8 @@ def test_an_own_reward_from_the_command_line(tmp_path: Path, monkeypatch: pytest
     rows = [{"prompt": "say" + letter} for letter in "abcdefghijklmnopqrstuvwxyz"]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--pretrained", "policy", "--data", "prompts.jsonl", "--reward", f"{HERE / 'own_reward.py'}:vowels"]
-    small = "--held-out 0.2 --steps 2 --prompts 4 --samples 4 --max-new-tokens 8 --out runs/own".split()
-    status, printed = run(2, "examples/grpo.py", *flags, *small)
+    small = {"held-out": 0.2, "steps": 2, "prompts": 4, "samples": 4, "max-new-tokens": 8, "out": "runs/own"}
+    flags += [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    status, printed = run(2, "examples/grpo.py", *flags)
     assert status == 0, printed
     assert sorted(read_losses(Path("runs/own"))) == [1, 2]

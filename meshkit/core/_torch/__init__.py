@@ -47,6 +47,7 @@ from .fsdp import unit_parameters as unit_parameters
 from .fsdp import UnitParameter as UnitParameter
 from .fsdp import gather_once as gather_once
 from .fsdp import unsharded_parameters as unsharded_parameters
+from .fsdp import REDUCES_AS_2_15 as REDUCES_AS_2_15
 from .fsdp import reduce_deferred_gradients as reduce_deferred_gradients
 from .fsdp import without_hooks as without_hooks
 from .groups import concatenate_meshes as concatenate_meshes

@@ -22,6 +22,10 @@ from meshkit.errors import PlanError
 from .autograd import in_functional_grad
 from .handed import Handed
 
+# Before 2.15 what goes into the reduction of a unit's gradients is held longer. Private: nothing; FSDP2 behaves otherwise.
+# Checked: 2.11, 2.15. Replaced by: 2.15.
+REDUCES_AS_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
 
 def find_units(module: FSDPModule) -> None:
     """Let FSDP's root find its units now, while all of them are in the tree, not at its first forward.

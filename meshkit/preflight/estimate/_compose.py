@@ -191,7 +191,7 @@ def compose(
     rank that has most, before cp splits it. microbatches: default the strategy's, or 1. profiles: kept between calls, which
     then take milliseconds. mask, loss, kernels: as `estimate` and `forecast` take them.
     Law: within 0.5 % of the peak of `estimate`; within 1.5 % for a split backward on tp, and 3 % for experts on ranks of
-    their own under a row of `DataPolicy`; `Composed.within` says which.
+    their own under a row of `DataPolicy`, and 10 % on torch before 2.15; `Composed.within` says which.
     An optimizer other than AdamW in fp32, fp8, quantized wires, a tied parameter of two stages of one
     rank with a split backward, and models whose blocks do not run in a row are traced whole, for seconds, and the result
     says why.

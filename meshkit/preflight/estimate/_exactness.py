@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshkit.core import _torch
 from meshkit.parallel.expert import in_expert_view
 from meshkit.preflight._moved import traced_offload
 from meshkit.resolve import Resolved
@@ -27,8 +28,16 @@ def not_composed(resolved: Resolved) -> str:
     return ""
 
 
+OLDER = 0.1
+"""of torch before 2.15, whose FSDP2 holds what it reduces longer than `_fsdp` has it: 7.2 % were seen with 2.11"""
+
+
 def within(resolved: Resolved) -> float:
     """The relative error, either way, that a composed peak may have."""
+    return _within(resolved) if _torch.REDUCES_AS_2_15 else OLDER
+
+
+def _within(resolved: Resolved) -> float:
     if resolved.experts and resolved.spec.edp > 1 and in_expert_view(resolved.spec) and traced_offload(resolved):
         return 0.05  # as below, of a peak that has one or two blocks instead of all
     if resolved.strategy.data.shards and resolved.experts and in_expert_view(resolved.spec):
