@@ -39,9 +39,9 @@ from meshkit.recipes import (
     PretrainFlags,
     Session,
     StepFlags,
-    bits_per_byte,
+    held_out_scores,
+    pretraining_data,
     print0,
-    text_tokens,
     write_sample,
 )
 
@@ -108,9 +108,9 @@ def main() -> None:
     print0(f"mesh  {mesh.describe()}, replica {number} of {replicas}")
 
     # ---------------------------------------------------------------------------------------------- text to tokens
-    tokenizer, splits = text_tokens(config, vocab_size=MODELS[config.model].vocab_size)
+    tokenizer, data = pretraining_data(config, vocab_size=MODELS[config.model].vocab_size)
     loader = Loader(
-        splits.train,
+        data.train,
         seq_len=config.seq_len,
         global_batch=config.global_batch,
         seed=config.seed,
@@ -163,16 +163,16 @@ def main() -> None:
             if step == config.steps:
                 outer.meet()
             if session.evaluates(step):
-                held_out = bits_per_byte(
+                held_out = held_out_scores(
                     run,
-                    splits.held_out,
+                    data,
                     tokenizer,
                     seq_len=config.seq_len,
                     rows=rows,
                     batches=config.eval_batches * replicas,  # each replica scores what all do in llama_pretrain.py
                     documents=config.documents,
                 )
-                session.log(held_out_bits_per_byte=held_out)
+                session.log(**held_out)
     if not session.finished:
         return
 
@@ -185,7 +185,7 @@ def main() -> None:
         written = write_sample(
             run, ids := tokenizer.encode(config.prompt), tokens=config.sample_tokens, seed=config.seed
         )
-        print0(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")
+        print0(f"\nheld out: {held_out['held_out_bits_per_byte']:.3f} bits per byte; model in {export}")
         print0(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode([*ids, *written])}\n{'─' * 50}")
 
 

@@ -31,10 +31,10 @@ from meshkit.recipes import (
     PretrainFlags,
     RampFlags,
     Session,
-    bits_per_byte,
     build_optimizer,
+    held_out_scores,
+    pretraining_data,
     print0,
-    text_tokens,
     write_sample,
 )
 
@@ -79,9 +79,9 @@ def main() -> None:
     print0(f"mesh  {mesh.describe()}")
 
     # ---------------------------------------------------------------------------------------------- text to tokens
-    tokenizer, splits = text_tokens(config, vocab_size=MODELS[config.model].vocab_size)
+    tokenizer, data = pretraining_data(config, vocab_size=MODELS[config.model].vocab_size)
     loader = Loader(
-        splits.train,
+        data.train,
         seq_len=config.seq_len,
         global_batch=config.batch_ramp(),
         seed=config.seed,
@@ -90,7 +90,7 @@ def main() -> None:
         documents=config.documents,
         vocab_size=tokenizer.vocab_size,
     )
-    print0(f"data  {splits.train.path.parent}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
+    print0(f"data  {data}: {loader.samples_per_epoch:,} samples of {config.seq_len} tokens")
 
     # ---------------------------------------------------------------------------------------------- the sharded model
     run = build(config, mesh, vocab_size=tokenizer.vocab_size)
@@ -121,16 +121,16 @@ def main() -> None:
             session.log(loss=loss, grad_norm=norm, **({"sequences": sequences} if config.last_batch else {}))
             session.stop_clock(tokens=sequences * config.seq_len, flops_per_token=flops)
             if session.evaluates(step):
-                held_out = bits_per_byte(
+                held_out = held_out_scores(
                     run,
-                    splits.held_out,
+                    data,
                     tokenizer,
                     seq_len=config.seq_len,
                     rows=rows,
                     batches=config.eval_batches,
                     documents=config.documents,
                 )
-                session.log(held_out_bits_per_byte=held_out)
+                session.log(**held_out)
     if not session.finished:
         return
 
@@ -139,7 +139,7 @@ def main() -> None:
     run.export(export, tokenizer)
     ids = tokenizer.encode(config.prompt)
     written = write_sample(run, ids, tokens=config.sample_tokens, seed=config.seed)
-    print0(f"\nheld out: {held_out:.3f} bits per byte; model in {export}")
+    print0(f"\nheld out: {held_out['held_out_bits_per_byte']:.3f} bits per byte; model in {export}")
     print0(f"{'─' * 20} a sample {'─' * 20}\n{tokenizer.decode([*ids, *written])}\n{'─' * 50}")
 
 

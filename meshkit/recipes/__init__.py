@@ -2,6 +2,7 @@
 
 from .evaluation import bits_per_byte as bits_per_byte
 from .evaluation import greedy_score as greedy_score
+from .evaluation import held_out_scores as held_out_scores
 from .evaluation import nats_per_token as nats_per_token
 from .evaluation import pair_means as pair_means
 from .evaluation import report_unscored as report_unscored
@@ -30,6 +31,7 @@ from .inputs import chat_encoder as chat_encoder
 from .inputs import instruction_examples as instruction_examples
 from .inputs import instruction_rows as instruction_rows
 from .inputs import preference_rows as preference_rows
+from .inputs import pretraining_data as pretraining_data
 from .inputs import text_encoder as text_encoder
 from .inputs import text_tokens as text_tokens
 from .optimizers import build_optimizer as build_optimizer

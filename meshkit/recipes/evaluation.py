@@ -22,6 +22,7 @@ from meshkit.mesh import Mesh
 from meshkit.metrics import Logger, MetricSums, show_samples
 from meshkit.step import Batch, Loss, Run
 
+from .inputs import PretrainData
 from .session import print0
 
 SAMPLE_NAMES = ("prompt", "answer", "", "score")
@@ -58,6 +59,22 @@ def bits_per_byte(
         nats, total = nats + loss.item(), total + size.item()
     # `evaluate` sums over all ranks and divides nothing: both are of the whole batch.
     return nats / math.log(2) / max(total, 1)
+
+
+def held_out_scores(
+    run: Run, data: PretrainData, tokenizer: Tokenizer, *, seq_len: int, rows: int, batches: int, documents: bool = True
+) -> dict[str, float]:
+    """Metrics of the held-out text: `held_out_bits_per_byte`; of a mixture the mean by its shares, and each source's own.
+
+    As `bits_per_byte`, of each source. Every rank must call it.
+    """
+    sizes = {"seq_len": seq_len, "rows": rows, "batches": batches}
+    bits = {
+        name: bits_per_byte(run, tokens, tokenizer, **sizes, documents=documents)
+        for name, tokens in data.held_out.items()
+    }
+    own = {f"held_out_bits_per_byte/{name}": score for name, score in bits.items() if name}
+    return {"held_out_bits_per_byte": sum(data.shares[name] * score for name, score in bits.items()), **own}
 
 
 def nats_per_token(run: Run, examples: Sequence[Example], *, seq_len: int, rows: int) -> float:

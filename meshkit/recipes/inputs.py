@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from meshkit.data import (
     Chat,
+    Corpus,
     Example,
+    Mixture,
     Record,
     Splits,
     TaskSplits,
     Tokenizer,
+    Tokens,
     encode_instruction,
     encode_records,
     find_corpus,
@@ -30,10 +36,11 @@ from meshkit.data import (
     split_records,
     standard_library,
 )
+from meshkit.errors import DataError
 from meshkit.mesh.world import main_rank_first
 from meshkit.models import LlamaConfig, check_pretrained
 
-from .flags import InstructionFlags, PairFlags, TextFlags
+from .flags import InstructionFlags, PairFlags, PretrainFlags, TextFlags
 from .folders import make_folder
 
 SMALL_PREFERENCE_MODEL = LlamaConfig(
@@ -49,13 +56,62 @@ SMALL_PREFERENCE_MODEL = LlamaConfig(
 """of recipes that learn preferences without --pretrained"""
 
 
+@dataclass(frozen=True)
+class PretrainData:
+    """What a model is pretrained on. train: what a `Loader` takes. held_out: of each source by name; of one, by the name "".
+    shares: of each in the mixture. `str()` is where the tokens are."""
+
+    train: Tokens | Mixture
+    held_out: Mapping[str, Tokens]
+    shares: Mapping[str, float]
+
+    def __str__(self) -> str:
+        folders = {name: tokens.path.parent for name, tokens in self.held_out.items()}
+        return ", ".join(
+            f"{self.shares[name]:.0%} {name} {folder}" if name else str(folder) for name, folder in folders.items()
+        )
+
+
 def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Splits]:
     """The tokenizer and the tokens of --data. Rank 0 makes what is not in the cache, while the others wait.
 
     vocab_size: of a tokenizer that is trained here.
     """
+    corpus = _corpus(config.data)
+    tokenizer, splits = _tokens(config, corpus, {"": corpus}, vocab_size)
+    return tokenizer, splits[""]
+
+
+def pretraining_data(config: PretrainFlags, *, vocab_size: int) -> tuple[Tokenizer, PretrainData]:
+    """The same of --data or --mixture, of which one tokenizer is trained on all. Raises: DataError for other words."""
+    if not config.mixture:
+        tokenizer, splits = text_tokens(config, vocab_size=vocab_size)
+        return tokenizer, PretrainData(splits.train, {"": splits.held_out}, {"": 1.0})
+    if config.data:
+        raise DataError("--data and --mixture are both given. Name each source in --mixture.")
+    paths: dict[str, str] = {}
+    weights: dict[str, float] = {}
+    for word in config.mixture:
+        found = re.fullmatch(r"([\w.-]+)=(.+):(\d+\.?\d*|\.\d+)", word)
+        if found is None or found[1] in paths:
+            again = "is there twice" if found else "is no source"
+            raise DataError(f"--mixture: {word!r} {again}. Give NAME=PATH:WEIGHT once for each, as web=corpus/web:3.")
+        paths[found[1]], weights[found[1]] = found[2], float(found[3])
+    sources = {name: find_corpus(path) for name, path in paths.items()}
+    tokenizer, of_sources = _tokens(config, find_corpus(tuple(paths.values())), sources, vocab_size)
+    mixture = Mixture({name: each.train for name, each in of_sources.items()}, weights)
+    held_out = {name: each.held_out for name, each in of_sources.items()}
+    return tokenizer, PretrainData(mixture, held_out, mixture.shares(0))
+
+
+def _corpus(data: tuple[str, ...]) -> Corpus:
+    return find_corpus(data) if data else standard_library()
+
+
+def _tokens(
+    config: TextFlags, whole: Corpus, sources: Mapping[str, Corpus], vocab_size: int
+) -> tuple[Tokenizer, dict[str, Splits]]:
     is_main, cache = dist.get_rank() == 0, make_folder("cache", config.cache)
-    corpus = find_corpus(config.data) if config.data else standard_library()
     if config.pretrained is not None:
         check_pretrained(config.pretrained)  # before the corpus is read
     # A pretrained model knows only its own tokens, so its tokenizer comes before any that is trained here.
@@ -65,8 +121,11 @@ def text_tokens(config: TextFlags, *, vocab_size: int) -> tuple[Tokenizer, Split
         if folder is not None:
             tokenizer = load_tokenizer(folder)
         else:
-            tokenizer = prepare_tokenizer(corpus, cache, vocab_size=vocab_size, progress=is_main)
-        return tokenizer, prepare(corpus, tokenizer, cache, verify=is_main, progress=is_main)
+            tokenizer = prepare_tokenizer(whole, cache, vocab_size=vocab_size, progress=is_main)
+        return tokenizer, {
+            name: prepare(corpus, tokenizer, cache, verify=is_main, progress=is_main)
+            for name, corpus in sources.items()
+        }
 
 
 def instruction_rows(config: InstructionFlags) -> TaskSplits:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshkit.errors import DataError
+from meshkit.recipes import PretrainFlags, pretraining_data
 from tests.recipes.launch import ROOT, command_line, finish, read_losses, run, start, wait_for_step
 
 RECIPE = "examples/llama_pretrain.py"
@@ -66,6 +69,41 @@ def test_a_mistake_ends_every_rank_with_its_text(corpus: Path, tmp_path: Path, c
     status, output = run(2, RECIPE, *flags(corpus, tmp_path, **change), timeout_s=60)
     assert status != 0
     assert match in output, output
+
+
+def test_a_mixture_is_learnt_by_its_shares_and_each_source_is_scored(corpus: Path, tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text("\n".join(json.dumps({"text": f"{i} squared is {i * i}. " * 8}) for i in range(80)))
+    asked = {"out": tmp_path / "run", "cache": corpus.parent / "cache", "steps": 4, "eval-every": 2, "eval-batches": 1}
+    sizes = {"mesh": "dp_shard=2", "seq-len": 64, "global-batch": 6, "warmup-steps": 1, "sample-tokens": 8}
+    sources = ["--mixture", f"text={corpus}:3", f"numbers={numbers}:1"]
+    status, output = run(2, RECIPE, *command_line(asked | sizes), *sources)
+    assert status == 0, output
+    assert "75% text" in output and "25% numbers" in output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "held_out_bits_per_byte" in line]
+    assert [line["step"] for line in scored] == [2, 4]
+    for line in scored:
+        own = {name: line[f"held_out_bits_per_byte/{name}"] for name in ("text", "numbers")}
+        assert line["held_out_bits_per_byte"] == pytest.approx(0.75 * own["text"] + 0.25 * own["numbers"])
+        assert own["text"] != own["numbers"]
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (
+            {"mixture": ("text",)},
+            "--mixture: 'text' is no source. Give NAME=PATH:WEIGHT once for each, as web=corpus/web:3.",
+        ),
+        ({"mixture": ("a=x:1", "a=y:2")}, "--mixture: 'a=y:2' is there twice. Give NAME=PATH:WEIGHT once for each"),
+        ({"mixture": ("a=x:-1",)}, "'a=x:-1' is no source"),
+        ({"mixture": ("a=x:1",), "data": ("y",)}, "--data and --mixture are both given"),
+    ],
+)
+def test_a_mixture_that_is_none_is_refused(given: dict, match: str) -> None:
+    with pytest.raises(DataError, match=re.escape(match)):
+        pretraining_data(PretrainFlags(**given), vocab_size=300)
 
 
 def test_an_error_on_one_rank_ends_the_others_with_that_error(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class TextFlags(ModelFlags):
 class PretrainFlags(TextFlags):
     """Pretraining on short documents, and a sample of generated text at the end."""
 
+    mixture: tuple[str, ...] = ()
+    """in place of --data: NAME=PATH:WEIGHT of each source, whose weights need not add up to 1"""
     documents: bool = True
     """attention and positions stop at the end of a document"""
     explain: bool = False
