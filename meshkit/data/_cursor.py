@@ -56,6 +56,15 @@ class Cursor:
         # so nothing is dropped at the end of an epoch and every step has the same size.
         return [self._sample_at(self.samples + row) for row in rows]
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """The same of each source; here there is one, without a name."""
+        return {"": self.epoch}
+
+    def picks(self, rows: range) -> list[tuple[str, int]]:
+        """(source, index of the sample in it) of these rows of the next global batch. Raises: as `indices`."""
+        return [("", index) for index in self.indices(rows)]
+
     def refuse_more(self) -> None:
         """Raises: StopIteration after max_steps."""
         if self.steps == self._max_steps:

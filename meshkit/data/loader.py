@@ -80,7 +80,7 @@ class Loader:
     @property
     def epochs(self) -> dict[str, float]:
         """The same of each source of a mixture; of one file, by the name ""."""
-        return self._cursor.epochs if isinstance(self._cursor, MixedCursor) else {"": self.epoch}
+        return self._cursor.epochs
 
     @property
     def global_batch(self) -> int:
@@ -91,23 +91,26 @@ class Loader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        rows = rank_rows(self.global_batch, self._rank, self._ranks)
-        if isinstance(self._cursor, MixedCursor):
-            batch = self._mixed(self._cursor.picks(rows))
-        else:
-            batch = self._packed("", self._cursor.indices(rows))
+        batch = self._packed(self._cursor.picks(rank_rows(self.global_batch, self._rank, self._ranks)))
         self._cursor.advance()  # after the batch is built: an error leaves the position as it was
         return batch
 
-    def _packed(self, source: str, indices: list[int]) -> dict[str, torch.Tensor]:
-        return pack_batch(self._sources[source], indices, seq_len=self._seq_len, documents=self._documents)
-
-    def _mixed(self, picks: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
+    def _packed(self, picks: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
         """Rows of each source together, and then in the order of the picks."""
         places: dict[str, list[int]] = {name: [] for name in self._sources}
         for place, (name, _) in enumerate(picks):
             places[name].append(place)
-        parts = [self._packed(name, [picks[place][1] for place in of_source]) for name, of_source in places.items()]
+        parts = [
+            pack_batch(
+                self._sources[name],
+                [picks[place][1] for place in of_source],
+                seq_len=self._seq_len,
+                documents=self._documents,
+            )
+            for name, of_source in places.items()
+        ]
+        if len(parts) == 1:
+            return parts[0]
         order = torch.tensor([place for of_source in places.values() for place in of_source], dtype=torch.int64)
         return {key: torch.cat([part[key] for part in parts])[order.argsort()] for key in parts[0]}
 

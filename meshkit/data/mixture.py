@@ -46,8 +46,9 @@ class Mixture:
             raise DataError(
                 f"Mixture(weights=): {said} at step {step}. Give a number for each of {sorted(self.sources)}."
             )
-        total = float(sum(weights.values()))
-        if not (math.isfinite(total) and total > 0 and min(weights.values()) >= 0):
+        numbers = [each for each in weights.values() if isinstance(each, int | float)]
+        total = float(sum(numbers))
+        if len(numbers) < len(weights) or not (math.isfinite(total) and total > 0 and min(numbers) >= 0):
             raise DataError(
                 f"Mixture(weights=): {dict(weights)} at step {step}. Give numbers of at least 0, one of them more."
             )
@@ -82,11 +83,9 @@ class MixedCursor(Cursor):
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Of each source, with fractions."""
         return {name: taken / self._of_source[name] for name, taken in self._taken.items()}
 
     def picks(self, rows: range) -> list[tuple[str, int]]:
-        """(source, index of the sample in it) of these rows of the next global batch. Raises: as `indices`."""
         self.refuse_more()
         counts, _ = self._next()
         # Slots of the step go to the sources in turn, and rows to slots at random: each rank has some of all.

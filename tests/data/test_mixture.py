@@ -133,6 +133,7 @@ def test_a_batch_that_grows_and_rows_for_fewer_than_all_ranks(sources) -> None:
         ({"web": -1, "code": 2, "maths": 1}, "Give numbers of at least 0, one of them more"),
         ({"web": 0, "code": 0, "maths": 0}, "Give numbers of at least 0, one of them more"),
         ({"web": float("nan"), "code": 1, "maths": 1}, "Give numbers of at least 0"),
+        ({"web": "1", "code": 1, "maths": 1}, "Give numbers of at least 0"),
         (lambda step: [1, 2, 3], "list at step 0"),
     ],
 )
